@@ -1,0 +1,1 @@
+"""Hookline: per-conditioning LoRA for ComfyUI."""

@@ -1,0 +1,1 @@
+"""The tiny model (see README.md here) and where its files are."""

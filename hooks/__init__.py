@@ -1,0 +1,1 @@
+"""What a hook is: data. No weight is touched here."""

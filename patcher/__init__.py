@@ -1,0 +1,1 @@
+"""How hooks reach a model."""

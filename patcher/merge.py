@@ -1,0 +1,138 @@
+"""Setter-backed replacement weights: computed aside, swapped in as whole Parameter objects, swapped out again.
+
+The base parameter is never written to: it is the backup. That makes restoring exact by construction, on quantized and
+memory-mapped weights too.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import host
+from ..errors import HooklineError
+
+Patch = tuple[float, Any, float, Any, Any]
+"""(strength, patch, strength of the base, offset, row function), as the host's `calculate_weight` takes it."""
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """One parameter and what stands in for it."""
+
+    module: nn.Module
+    name: str
+    original: nn.Parameter
+    value: nn.Parameter
+
+
+@dataclass(frozen=True)
+class MergedSet:
+    """All replacements of one set of hooks, complete."""
+
+    replacements: tuple[Replacement, ...]
+
+    @cached_property
+    def bytes(self) -> int:
+        return sum(host.tensor_bytes(r.value) for r in self.replacements)
+
+    def fits(self) -> bool:
+        """Whether the model still holds the parameters that this set was computed from."""
+        return all(r.module._parameters.get(r.name) is r.original for r in self.replacements)
+
+
+def build(patcher: host.ModelPatcher, patches: dict[str, list[Patch]]) -> MergedSet:
+    """Compute the replacement for every key of `patches`; the model is not touched.
+
+    Raises:
+        HooklineError: a weight can't be computed; names the key and the reason.
+    """
+    return MergedSet(tuple(_replacement(patcher, key, key_patches) for key, key_patches in patches.items()))
+
+
+def _replacement(patcher: host.ModelPatcher, key: str, patches: list[Patch]) -> Replacement:
+    path, _, name = key.rpartition(".")
+    module = patcher.model.get_submodule(path)
+    current = module._parameters[name]
+    base = current
+    if key in patcher.backup:
+        # The loader's patches are merged into `current`; starting from what they were merged into rounds only once.
+        base, patches = patcher.backup[key].weight, [*patcher.patches.get(key, []), *patches]
+    try:
+        value = _merge(module, name, base.detach().to(current.device), patches, key)
+    except (HooklineError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise HooklineError(f"{key}: can't merge the LoRA: {error or type(error).__name__}") from error
+    return Replacement(module, name, current, nn.Parameter(value, requires_grad=False))
+
+
+def _merge(module: nn.Module, name: str, base: Tensor, patches: list[Patch], key: str) -> Tensor:
+    """`base` with the patches, in its own format: float32 maths, rounded once, the seed that the stock loader uses."""
+    weight = base.to(torch.float32, copy=True)
+    convert = getattr(module, f"convert_{name}", None)
+    if convert is not None:
+        weight = convert(weight, inplace=True)
+    shape = weight.shape
+    originals = {key: [(weight.clone(), lambda w, **_: w)]} if any(_needs_original(patch[1]) for patch in patches) else None
+    weight = host.calculate_weight(patches, weight, key, original_weights=originals)
+    if weight.shape != shape:
+        raise HooklineError(f"{key}: the LoRA would change its shape from {tuple(shape)} to {tuple(weight.shape)}")
+    if not torch.isfinite(weight).all():
+        raise HooklineError(f"{key}: the merged weight is not finite")
+    seed = host.string_to_seed(key)
+    setter = getattr(module, f"set_{name}", None)
+    if setter is not None:
+        return setter(weight, return_weight=True, seed=seed)
+    return host.stochastic_rounding(weight, base.dtype, seed)
+
+
+def _needs_original(patch: Any) -> bool:
+    return isinstance(patch, tuple) and patch[0] == "model_as_lora"
+
+
+class Journal:
+    """What is swapped into one model right now. Belongs to the model, not to a patcher: clones share the weights."""
+
+    def __init__(self) -> None:
+        self.installed: MergedSet | None = None
+
+    @contextmanager
+    def swapped_in(self, merged: MergedSet | None) -> Iterator[None]:
+        """Run with the replacements in place; whatever is raised, the parameters found are put back."""
+        outer = self.installed
+        try:
+            self._install(merged)
+            yield
+        finally:
+            self._install(outer)
+
+    def restore(self) -> None:
+        """Put the base parameters back; where someone else has replaced ours meanwhile, theirs stays."""
+        if self.installed is None:
+            return
+        foreign = 0
+        for r in self.installed.replacements:
+            if r.module._parameters.get(r.name) is r.value:
+                r.module._parameters[r.name] = r.original
+            elif r.module._parameters.get(r.name) is not r.original:
+                foreign += 1
+        self.installed = None
+        if foreign:
+            logging.warning("Hookline: %d weights were replaced by something else during the run and left as they are", foreign)
+
+    def _install(self, merged: MergedSet | None) -> None:
+        if merged is self.installed:
+            return
+        self.restore()
+        # Noted first: an interrupt between two assignments still finds everything to undo.
+        self.installed = merged
+        for r in merged.replacements if merged else ():
+            r.module._parameters[r.name] = r.value

@@ -1,0 +1,269 @@
+"""HookModelPatcher: a ModelPatcher that applies conditioning hooks without writing to a weight."""
+
+from __future__ import annotations
+
+import logging
+from functools import lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+from .. import host
+from ..errors import HooklineError
+from ..hooks.group import weight_hooks
+from ..hooks.keyframes import strength_at
+from ..hooks.lora import LoraMapping, content_digest, is_for_text_encoder, map_lora, weight_key
+from ..host import CallbacksMP, EnumHookType, EnumWeightTarget, HookGroup, PatcherInjection, WeightHook, WrappersMP
+from . import sampling
+from .cache import GroupCache
+from .merge import Journal, MergedSet, Patch, build
+from .plan import RunReport
+
+KEY = "hookline"
+"""Our key in wrapper, callback and injection registries."""
+
+
+class ModelState:
+    """What Hookline knows of one model. Lives on the model object, since clones of a patcher share its weights."""
+
+    def __init__(self) -> None:
+        self.journal = Journal()
+        self.cache = GroupCache()
+        self.known: WeakKeyDictionary[Any, KnownHook] = WeakKeyDictionary()
+        self.report = RunReport()
+
+    @staticmethod
+    def of(model: nn.Module) -> ModelState:
+        if "hookline_state" not in model.__dict__:
+            model.__dict__["hookline_state"] = ModelState()
+        return model.__dict__["hookline_state"]
+
+
+class KnownHook:
+    """A hook's LoRA mapped onto one model: its patches, and what makes it equal to another."""
+
+    def __init__(self, hook: WeightHook, mapping: LoraMapping):
+        self.name = hook_name(hook)
+        self.mapping = mapping
+        # Patches that did not come from tensors we can read are equal to nothing but themselves.
+        self.digest = _digest_of(hook) if hook.need_weight_init else object()
+
+
+class HookModelPatcher(host.ModelPatcher):
+    """The host's ModelPatcher with its hook path replaced; everything else is the host's."""
+
+    position: tuple[float, list[float]] = (0.0, [])
+    """Sigma of the current model call and the sigmas of the run."""
+
+    @property
+    def state(self) -> ModelState:
+        return ModelState.of(self.model)
+
+    def set_up(self) -> HookModelPatcher:
+        for place, wrapper in (
+            (WrappersMP.OUTER_SAMPLE, sampling.outer_sample),
+            (WrappersMP.APPLY_MODEL, sampling.apply_model),
+        ):
+            self.remove_wrappers_with_key(place, KEY)
+            self.add_wrapper_with_key(place, KEY, wrapper)
+        self.remove_callbacks_with_key(CallbacksMP.ON_DETACH, KEY)
+        self.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, _drop_cache)
+        self.set_injections(KEY, [PatcherInjection(inject=_inject, eject=_eject)])
+        return self
+
+    # ---- hooks of a run
+
+    def register_all_hook_patches(
+        self,
+        hooks: HookGroup,
+        target_dict: dict[str, Any],
+        model_options: dict[str, Any] | None = None,
+        registered: HookGroup | None = None,
+    ) -> HookGroup:
+        """Map the LoRA of every weight hook onto this model.
+
+        Raises:
+            HooklineError: nothing in a LoRA fits this model, though it is meant for one like it.
+        """
+        registered = HookGroup() if registered is None else registered
+        for hook in weight_hooks(hooks):
+            wanted = getattr(hook, "should_register", None)
+            if wanted is None or wanted(self, model_options, target_dict, registered):
+                self.known(hook)
+                registered.add(hook)
+        for callback in self.get_all_callbacks(CallbacksMP.ON_REGISTER_ALL_HOOK_PATCHES):
+            callback(self, hooks, target_dict, model_options, registered)
+        return registered
+
+    def known(self, hook: WeightHook) -> KnownHook:
+        known = self.state.known.get(hook.hook_ref)
+        if known is None:
+            known = KnownHook(hook, self._map(hook))
+            self.state.known[hook.hook_ref] = known
+            logging.info("Hookline: %s", known.mapping.summary(known.name))
+        return known
+
+    def _map(self, hook: WeightHook) -> LoraMapping:
+        target = EnumWeightTarget.Clip if self.is_clip else EnumWeightTarget.Model
+        if not hook.need_weight_init:
+            patches = (hook.weights_clip if self.is_clip else hook.weights) or {}
+            parameters = {name for name, _ in self.model.named_parameters()}
+            fitting = {key: patch for key, patch in patches.items() if weight_key(key) in parameters}
+            return LoraMapping(fitting, len(fitting), len(patches))
+        mapping = map_lora(hook.weights, self.model, target)
+        meant_for_us = self.is_clip or any(not is_for_text_encoder(name) for name in hook.weights)
+        if not mapping.matched and meant_for_us and not self.is_clip:
+            raise HooklineError(f"{mapping.summary(hook_name(hook))}: it is not made for {type(self.model).__name__}")
+        return mapping
+
+    def prepare_hook_patches_current_keyframe(self, t: Tensor, hook_group: HookGroup, model_options: dict[str, Any]) -> None:
+        """Note where in the run the next model call is; strengths follow from that alone."""
+        sigmas = model_options.get("transformer_options", {}).get("sample_sigmas")
+        self.position = (float(t[0]), [] if sigmas is None else sigmas.tolist())
+
+    def strength(self, hook: WeightHook) -> float:
+        """The hook's strength now: its own times its keyframes'."""
+        if self.is_clip:
+            # The host's text encoding sets the current keyframe itself, one per range of the schedule.
+            return hook._strength_clip * hook.strength
+        return hook._strength_model * strength_at(hook.hook_keyframe, *self.position)
+
+    def apply_hooks(self, hooks: HookGroup | None, transformer_options: dict[str, Any] | None = None, force_apply: bool = False) -> dict[str, Any]:
+        """Prepare the weights of `hooks`; `sampling.apply_model` swaps them in around the model call.
+
+        Returns the hooks' transformer options, the prepared set among them.
+        """
+        options = {} if transformer_options is None else transformer_options
+        if hooks is None or self.is_clip:
+            return options
+        for callback in self.get_all_callbacks(CallbacksMP.ON_APPLY_HOOKS):
+            callback(self, hooks)
+        for hook in hooks.get_type(EnumHookType.TransformerOptions):
+            hook.on_apply_hooks(self, options)
+        options[sampling.MERGED_SET] = self.merged_set(hooks)
+        return options
+
+    def merged_set(self, hooks: HookGroup | None) -> MergedSet | None:
+        """Replacement weights for the group at its present strengths, from the cache or computed; None if it does nothing."""
+        active = [(self.known(hook), self.strength(hook)) for hook in weight_hooks(hooks)]
+        active = [(known, strength) for known, strength in active if strength != 0 and known.mapping.patches]
+        if not active:
+            return None
+        state = self.state
+        key = (self.patches_uuid, tuple((known.digest, strength) for known, strength in active))
+        merged = state.cache.get(key)
+        if merged is None:
+            # Weights are computed from base parameters, so none of ours may stand in for one meanwhile.
+            with state.journal.swapped_in(None):
+                merged = build(self, _by_weight(active))
+            state.cache.put(key, merged, self.load_device)
+            state.report.weights_computed += len(merged.replacements)
+        state.report.note(tuple((known.name, strength) for known, strength in active), merged)
+        return merged
+
+    def patch_hooks(self, hooks: HookGroup | None) -> None:
+        """Nothing to write: sets are swapped in around a model call or an encoding, and out after it."""
+
+    def unpatch_hooks(self, whitelist_keys_set: set[str] | None = None) -> None:
+        self.state.journal.restore()
+
+    def clean_hooks(self) -> None:
+        """Called by the host after every run, which is no reason to forget prepared sets."""
+        self.state.journal.restore()
+
+    def get_non_dynamic_delegate(self) -> HookModelPatcher:
+        return apply_hookline(super().get_non_dynamic_delegate())
+
+
+def _by_weight(active: list[tuple[KnownHook, float]]) -> dict[str, list[Patch]]:
+    """Weight key -> patches of all active hooks, in the hooks' order."""
+    patches: dict[str, list[Patch]] = {}
+    for known, strength in active:
+        for key, patch in known.mapping.patches.items():
+            offset, function = (None, None) if isinstance(key, str) else (key[1], key[2] if len(key) > 2 else None)
+            patches.setdefault(weight_key(key), []).append((strength, patch, 1.0, offset, function))
+    return patches
+
+
+def hook_name(hook: WeightHook) -> str:
+    lora = getattr(hook, "lora", None)
+    return lora.name if lora else "hook"
+
+
+def _digest_of(hook: WeightHook) -> str:
+    lora = getattr(hook, "lora", None)
+    return lora.digest if lora else content_digest(hook.weights)
+
+
+# ---- injection: the safety bracket, and the place where text encoders are hooked
+
+
+def _inject(patcher: HookModelPatcher) -> None:
+    """A text encoder encodes with its set swapped in. (Diffusion models are hooked per call, by a wrapper.)"""
+    if not patcher.is_clip:
+        return
+    model = patcher.model
+    encode = model.encode_token_weights
+
+    def encode_token_weights(*args: Any, **kwargs: Any) -> Any:
+        with patcher.state.journal.swapped_in(patcher.merged_set(patcher.forced_hooks)):
+            return encode(*args, **kwargs)
+
+    encode_token_weights.hookline = True
+    model.encode_token_weights = encode_token_weights
+
+
+def _eject(patcher: HookModelPatcher) -> None:
+    """Called by the host before it loads, unloads, moves or lists weights: it must find the base ones."""
+    patcher.state.journal.restore()
+    if getattr(patcher.model.__dict__.get("encode_token_weights"), "hookline", False):
+        del patcher.model.encode_token_weights
+
+
+def _drop_cache(patcher: HookModelPatcher, unpatch_all: bool) -> None:
+    if unpatch_all:
+        patcher.state.cache.clear()
+
+
+# ---- making one
+
+
+@lru_cache(maxsize=None)
+def _hook_class(base: type) -> type:
+    """`base`, whichever patcher class the model's loader chose, with Hookline's methods on top."""
+    if issubclass(base, HookModelPatcher):
+        return base
+    if base is host.ModelPatcher:
+        return HookModelPatcher
+    return type(f"Hook{base.__name__}", (HookModelPatcher, base), {})
+
+
+def apply_hookline(model: host.ModelPatcher) -> HookModelPatcher:
+    """The MODEL as a HookModelPatcher: same model object, same patches, same loader behaviour."""
+    patcher = model.clone()
+    # The host's clone() builds an object of the patcher's own class; ours has the same fields and only adds methods.
+    patcher.__class__ = _hook_class(type(patcher))
+    return patcher.set_up()
+
+
+def hooked_clip(clip: Any, hooks: HookGroup, apply_to_conds: bool, schedule_clip: bool) -> Any:
+    """A CLIP that encodes with `hooks`; `apply_to_conds` also puts them on the conditioning it makes.
+
+    Unless `schedule_clip`, the text encoder takes the hooks' own strengths and ignores their keyframes.
+    """
+    if clip.patcher.is_dynamic():
+        clip = clip.clone(disable_dynamic=True)
+        # The host's clone loads a second model but goes on encoding with the first.
+        clip.cond_stage_model = clip.patcher.model
+    else:
+        clip = clip.clone()
+    clip.patcher = apply_hookline(clip.patcher)
+    clip.use_clip_schedule = schedule_clip
+    if apply_to_conds:
+        clip.apply_hooks_to_conds = hooks
+    clip.patcher.forced_hooks = hooks.clone()
+    if not schedule_clip:
+        clip.patcher.forced_hooks.set_keyframes_on_hooks(None)
+    clip.patcher.register_all_hook_patches(clip.patcher.forced_hooks, host.create_target_dict(EnumWeightTarget.Clip))
+    return clip
