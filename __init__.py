@@ -1,1 +1,14 @@
-"""Hookline: per-conditioning LoRA for ComfyUI."""
+"""Hookline: per-conditioning LoRA for ComfyUI. This file is only where ComfyUI enters."""
+
+from typing import Any
+
+
+async def comfy_entrypoint() -> Any:
+    from .host import ComfyExtension
+    from .nodes import NODES
+
+    class Hookline(ComfyExtension):
+        async def get_node_list(self) -> list[type]:
+            return NODES
+
+    return Hookline()

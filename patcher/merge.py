@@ -48,6 +48,7 @@ class MergedSet:
         return all(r.module._parameters.get(r.name) is r.original for r in self.replacements)
 
 
+@torch.no_grad()
 def build(patcher: host.ModelPatcher, patches: dict[str, list[Patch]]) -> MergedSet:
     """Compute the replacement for every key of `patches`; the model is not touched.
 
@@ -66,7 +67,7 @@ def _replacement(patcher: host.ModelPatcher, key: str, patches: list[Patch]) -> 
         # The loader's patches are merged into `current`; starting from what they were merged into rounds only once.
         base, patches = patcher.backup[key].weight, [*patcher.patches.get(key, []), *patches]
     try:
-        value = _merge(module, name, base.detach().to(current.device), patches, key)
+        value = _merge(module, name, base.to(current.device), patches, key)
     except (HooklineError, torch.OutOfMemoryError):
         raise
     except Exception as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +21,19 @@ class RunReport:
     forwards: int = 0
     weights_computed: int = 0
     bytes_cached: int = 0
+    step_starts: dict[float, float] = field(default_factory=dict)
+    """Sigma -> time of its first model call, in seconds."""
 
-    def start(self) -> None:
-        self.groups, self.forwards, self.weights_computed, self.bytes_cached = {}, 0, 0, 0
+    def forward(self, sigma: float) -> None:
+        """A model call begins."""
+        self.forwards += 1
+        self.step_starts.setdefault(sigma, time.perf_counter())
+
+    def ms_per_step(self) -> float | None:
+        """Median from one sigma's first model call to the next one's; None when there were fewer than three."""
+        starts = list(self.step_starts.values())
+        steps = [after - before for before, after in zip(starts, starts[1:])][1:]
+        return round(statistics.median(steps) * 1000, 3) if steps else None
 
     def note(self, hooks: Hooks, merged: MergedSet) -> None:
         """A set was used."""
@@ -34,6 +46,7 @@ class RunReport:
         return {
             "groups": groups,
             "forwards": self.forwards,
+            "ms_per_step": self.ms_per_step(),
             "weights_computed": self.weights_computed,
             "bytes_cached": self.bytes_cached,
         }

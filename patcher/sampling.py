@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import host
+from .plan import RunReport
 
 MERGED_SET = "hookline_merged_set"
 """Entry of `transformer_options`: the replacement weights for one model call."""
@@ -14,7 +15,7 @@ MERGED_SET = "hookline_merged_set"
 def outer_sample(executor: Callable, *args: Any, **kwargs: Any) -> Any:
     """Around a whole run (OUTER_SAMPLE): report it, and leave the weights as they were whatever happens."""
     state = executor.class_obj.model_patcher.state
-    state.report.start()
+    state.report = RunReport()
     try:
         return executor(*args, **kwargs)
     finally:
@@ -31,6 +32,6 @@ def apply_model(executor: Callable, *args: Any, **kwargs: Any) -> Any:
     options = kwargs["transformer_options"] if "transformer_options" in kwargs else args[5]
     model = executor.class_obj
     state = model.current_patcher.state
-    state.report.forwards += 1
+    state.report.forward(float(args[1][0]))
     with state.journal.swapped_in(options.get(MERGED_SET)):
         return executor(*args, **kwargs)

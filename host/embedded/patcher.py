@@ -119,7 +119,7 @@ class ModelPatcher:
         for key, key_patches in patches.items():
             module, name = get_module(self.model, key)
             original = module._parameters[name]
-            weight = original.detach().to(torch.float32, copy=True)
+            weight = original.to(torch.float32, copy=True)
             if hasattr(module, f"convert_{name}"):
                 weight = getattr(module, f"convert_{name}")(weight, inplace=True)
             weight = calculate_weight(key_patches, weight, key)

@@ -1,0 +1,101 @@
+"""`python -m hookline`: run API prompts without a browser."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from .errors import HooklineError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0, or 2 after one line that says what is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m hookline", description="Per-conditioning LoRA for ComfyUI.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="run an API prompt and write its pictures")
+    run.add_argument("prompt", type=Path, metavar="PROMPT.json")
+    run.add_argument("--host", choices=["embedded", "comfyui"], default="embedded", help="what runs it (default: embedded)")
+    run.add_argument("--set", action="append", default=[], metavar="NODE.INPUT=VALUE", help="change an input of a node")
+    run.add_argument("--out", type=Path, default=Path("output"), metavar="DIR", help="folder for the pictures (default: output)")
+    run.add_argument("--report", type=Path, metavar="FILE.json", help="write what the run did")
+    arguments = parser.parse_args(argv)
+    try:
+        return _run(arguments)
+    except HooklineError as error:
+        print(f"hookline: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    prompt = read_prompt(arguments.prompt)
+    for assignment in arguments.set:
+        set_input(prompt, assignment)
+    if arguments.host == "comfyui":
+        from .launch import start_comfyui
+
+        start_comfyui()
+        from .host.comfyui_runner import run_prompt
+    else:
+        from .host.embedded.runner import run_prompt
+    from tqdm import tqdm
+
+    from .host import listen
+
+    runs: list[dict[str, Any]] = []
+    stop = listen(lambda event, data: runs.append(data) if event == "hookline.run" else None)
+    try:
+        with tqdm(total=0, unit="step", file=sys.stderr) as bar:
+            started = time.perf_counter()
+            images = run_prompt(prompt, arguments.out, lambda done, total: show(bar, done, total))
+            seconds = time.perf_counter() - started
+    finally:
+        stop()
+    for image in images:
+        print(image)
+    if arguments.report:
+        report = {
+            "host": arguments.host,
+            "images": [str(image) for image in images],
+            "seconds": round(seconds, 3),
+            "runs": runs,
+        }
+        arguments.report.parent.mkdir(parents=True, exist_ok=True)
+        arguments.report.write_text(json.dumps(report, indent=2) + "\n")
+    return 0
+
+
+def show(bar: Any, done: int, total: int) -> None:
+    bar.total, bar.n = total, done
+    bar.refresh()
+
+
+def read_prompt(path: Path) -> dict[str, Any]:
+    try:
+        prompt = json.loads(path.read_text())
+    except OSError as error:
+        raise HooklineError(f"{path}: {error.strerror}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise HooklineError(f"{path}: not JSON: {error}") from error
+    if not isinstance(prompt, dict) or not all(isinstance(n, dict) and "class_type" in n for n in prompt.values()):
+        raise HooklineError(f"{path}: not an API prompt (in ComfyUI: Workflow, Export (API))")
+    return prompt
+
+
+def set_input(prompt: dict[str, Any], assignment: str) -> None:
+    """Apply `NODE.INPUT=VALUE`; the value is read as JSON, or as text where it isn't."""
+    target, equals, value = assignment.partition("=")
+    node, dot, name = target.partition(".")
+    if not (equals and dot):
+        raise HooklineError(f"--set {assignment}: expected NODE.INPUT=VALUE")
+    if node not in prompt:
+        raise HooklineError(f"--set {assignment}: there is no node {node!r}")
+    if name not in prompt[node].get("inputs", {}):
+        raise HooklineError(f"--set {assignment}: node {node!r} ({prompt[node]['class_type']}) has no input {name!r}")
+    try:
+        prompt[node]["inputs"][name] = json.loads(value)
+    except json.JSONDecodeError:
+        prompt[node]["inputs"][name] = value

@@ -1,0 +1,151 @@
+"""Strength over progress: points, curves between them, and their text form. Pure Python."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..errors import HooklineError
+
+CURVES = ("linear", "ease_in", "ease_out", "ease", "hold")
+MAX_POINTS, MAX_TEXT, MAX_STRENGTH = 1000, 100_000, 20.0
+
+
+class ScheduleError(HooklineError):
+    """A schedule text that can't be read; says where and what was expected."""
+
+    def __init__(self, problem: str, line: int = 1, column: int = 1):
+        super().__init__(f"schedule, line {line}, column {column}: {problem}")
+        self.line, self.column = line, column
+
+
+@dataclass(frozen=True)
+class Point:
+    """`strength` at `progress` (0 first step .. 1 end); `curve` is how the strength arrives there from the point before."""
+
+    progress: float
+    strength: float
+    curve: str = "linear"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Points in order of progress. The first strength holds before the first point, the last after the last."""
+
+    points: tuple[Point, ...]
+
+    def strength_at(self, progress: float) -> float:
+        points = self.points
+        if progress < points[0].progress:
+            return points[0].strength
+        last = max(i for i, point in enumerate(points) if point.progress <= progress)
+        if last + 1 == len(points):
+            return points[last].strength
+        width = points[last + 1].progress - points[last].progress
+        return segment(self, last + 1, (progress - points[last].progress) / width)
+
+    def format(self) -> str:
+        """Text that `parse` reads back to an equal schedule."""
+        return ", ".join(
+            f"{p.progress!r}: {p.strength!r}{'' if p.curve == 'linear' else ' ' + p.curve}" for p in self.points
+        )
+
+
+def segment(schedule: Schedule, i: int, t: float) -> float:
+    """Strength at fraction `t` (0 .. 1) of the way from point i - 1 to point i; a `hold` jumps at its end."""
+    start, end = schedule.points[i - 1].strength, schedule.points[i].strength
+    curve = schedule.points[i].curve
+    if t >= 1:
+        return end
+    eased = {
+        "linear": t,
+        "ease_in": t * t,
+        "ease_out": 1 - (1 - t) ** 2,
+        "ease": (1 - math.cos(math.pi * t)) / 2,
+        "hold": 0.0,
+    }[curve]
+    return start + (end - start) * eased
+
+
+def parse(text: str) -> Schedule:
+    """Read a schedule: points `progress: strength [curve]` one per line or comma, `#` comments; or a JSON list.
+
+    Raises:
+        ScheduleError: with line and column.
+    """
+    if len(text) > MAX_TEXT:
+        raise ScheduleError(f"longer than {MAX_TEXT} characters")
+    points: list[Point] = []
+    for point, line, column in _json_points(text) if text.lstrip().startswith("[") else _text_points(text):
+        _check(point, points[-1] if points else None, line, column)
+        points.append(point)
+        if len(points) > MAX_POINTS:
+            raise ScheduleError(f"more than {MAX_POINTS} points", line, column)
+    if not points:
+        raise ScheduleError("nothing here; expected points such as '0: 0, 0.5: 1'")
+    return Schedule(tuple(points))
+
+
+def _text_points(text: str) -> Iterator[tuple[Point, int, int]]:
+    for line, content in enumerate(text.splitlines(), start=1):
+        for part in re.finditer(r"[^,]+", content.split("#", 1)[0]):
+            words = list(re.finditer(r"[^\s:]+|:", part.group()))
+            if words:
+                yield _point(words, line, part.start() + 1), line, part.start() + words[0].start() + 1
+
+
+def _point(words: list[re.Match[str]], line: int, offset: int) -> Point:
+    def expect(i: int, what: str) -> tuple[str, int]:
+        if i >= len(words):
+            raise ScheduleError(f"expected {what}", line, offset + words[-1].end())
+        return words[i].group(), offset + words[i].start()
+
+    progress = _number(*expect(0, "a progress"), line)
+    colon, column = expect(1, "':' after the progress")
+    if colon != ":":
+        raise ScheduleError(f"expected ':' after the progress, not {colon!r}", line, column)
+    strength = _number(*expect(2, "a strength after ':'"), line)
+    curve = "linear"
+    if len(words) > 3:
+        curve, column = expect(3, "a curve")
+        if curve not in CURVES:
+            raise ScheduleError(f"unknown curve {curve!r}; known: {', '.join(CURVES)}", line, column)
+    if len(words) > 4:
+        extra, column = expect(4, "")
+        raise ScheduleError(f"expected a comma or a new line, not {extra!r}", line, column)
+    return Point(progress, strength, curve)
+
+
+def _number(word: str, column: int, line: int) -> float:
+    try:
+        return float(word)
+    except ValueError:
+        raise ScheduleError(f"expected a number, not {word!r}", line, column) from None
+
+
+def _json_points(text: str) -> Iterator[tuple[Point, int, int]]:
+    try:
+        items = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ScheduleError(f"not valid JSON: {error.msg}", error.lineno, error.colno) from None
+    for number, item in enumerate(items, start=1):
+        if isinstance(item, dict):
+            item = [item.get("progress"), item.get("strength"), item.get("curve", "linear")]
+        values = [*item, "linear"][:3] if isinstance(item, list) and len(item) in (2, 3) else [None, None, None]
+        if not all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values[:2]):
+            raise ScheduleError(f"item {number}: expected [progress, strength] or [progress, strength, curve]")
+        if values[2] not in CURVES:
+            raise ScheduleError(f"item {number}: unknown curve {values[2]!r}; known: {', '.join(CURVES)}")
+        yield Point(float(values[0]), float(values[1]), values[2]), 1, 1
+
+
+def _check(point: Point, before: Point | None, line: int, column: int) -> None:
+    if not 0 <= point.progress <= 1:
+        raise ScheduleError(f"progress {point.progress:g} is outside 0 .. 1", line, column)
+    if before is not None and point.progress < before.progress:
+        raise ScheduleError(f"progress goes back from {before.progress:g} to {point.progress:g}", line, column)
+    if not abs(point.strength) <= MAX_STRENGTH:
+        raise ScheduleError(f"strength {point.strength:g} is outside -{MAX_STRENGTH:g} .. {MAX_STRENGTH:g}", line, column)

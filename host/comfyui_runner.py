@@ -1,0 +1,90 @@
+"""Runs API prompts on the real ComfyUI, in this process: its nodes, its validation, its executor."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..errors import HooklineError
+
+class _Server:
+    """What the executor needs of ComfyUI's server: somewhere to send messages."""
+
+    client_id, last_node_id = None, None
+
+    def send_sync(self, event: str, data: Any, sid: str | None = None) -> None:
+        """No browser is connected."""
+
+
+class Runner:
+    """Keeps ComfyUI's executor, and with it its cache of node outputs, between prompts."""
+
+    def __init__(self) -> None:
+        import execution
+
+        load_nodes()
+        cache = {"lru": 0, "ram": 0, "ram_inactive": 0}
+        self.executor = execution.PromptExecutor(_Server(), cache_type=execution.CacheType.CLASSIC, cache_args=cache)
+
+    def run(
+        self, prompt: dict[str, Any], out_dir: Path, progress: Callable[[int, int], None] | None = None
+    ) -> list[Path]:
+        import comfy.utils
+        import execution
+        import folder_paths
+
+        out_dir = Path(out_dir)
+        out_dir.mkdir(parents=True, exist_ok=True)
+        folder_paths.set_output_directory(str(out_dir))
+        valid, error, outputs, node_errors = asyncio.run(execution.validate_prompt(str(uuid.uuid4()), prompt, None))
+        if not valid or node_errors:
+            raise HooklineError(_describe(error, node_errors))
+        comfy.utils.set_progress_bar_global_hook(lambda done, total, *_, **__: progress and progress(int(done), int(total)))
+        try:
+            self.executor.execute(prompt, str(uuid.uuid4()), {}, outputs)
+        finally:
+            comfy.utils.set_progress_bar_global_hook(None)
+        if not self.executor.success:
+            raise HooklineError(_failure(self.executor.status_messages))
+        saved = self.executor.history_result["outputs"].values()
+        return [out_dir / i["subfolder"] / i["filename"] for out in saved for i in out.get("images", ()) if i["type"] == "output"]
+
+
+def run_prompt(
+    prompt: dict[str, Any], out_dir: Path, progress: Callable[[int, int], None] | None = None
+) -> list[Path]:
+    """Run a prompt once; returns the pictures that were saved. Raises HooklineError like the embedded runner."""
+    return Runner().run(prompt, out_dir, progress)
+
+
+def load_nodes() -> None:
+    """ComfyUI's own nodes and this pack's; no other packs and no API nodes."""
+    import nodes
+
+    if "HooklineApply" in nodes.NODE_CLASS_MAPPINGS:
+        return
+    asyncio.run(nodes.init_extra_nodes(init_custom_nodes=False, init_api_nodes=False))
+    from ..nodes import NODES
+
+    for node in NODES:
+        schema = node.GET_SCHEMA()
+        nodes.NODE_CLASS_MAPPINGS[schema.node_id] = node
+
+
+def _describe(error: dict[str, Any] | None, node_errors: dict[str, Any]) -> str:
+    for node_id, found in node_errors.items():
+        first = found["errors"][0]
+        name = first.get("extra_info", {}).get("input_name")
+        where = f"node {node_id} ({found['class_type']})" + (f": input {name!r}" if name else "")
+        return f"{where}: {first['message']}: {first['details']}"
+    return " ".join(f"{error['message']} {error['details']}".split())
+
+
+def _failure(messages: list[tuple[str, dict[str, Any]]]) -> str:
+    for event, data in messages:
+        if event == "execution_error":
+            return f"node {data['node_id']} ({data['node_type']}): {' '.join(data['exception_message'].split())}"
+    return "the run was interrupted"

@@ -1,0 +1,17 @@
+"""What users drag."""
+
+from ..assets.tiny import LORA_FOLDER
+from ..host import add_files
+from . import clip, combine, conditioning, create, model, quickstart, schedule
+
+add_files("loras", LORA_FOLDER)
+
+NODES = [
+    *create.NODES,
+    *schedule.NODES,
+    *combine.NODES,
+    *conditioning.NODES,
+    *clip.NODES,
+    *model.NODES,
+    *quickstart.NODES,
+]

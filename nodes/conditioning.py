@@ -1,0 +1,119 @@
+"""Menu section hookline/conditioning: hooks, masks and time ranges on conditioning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..hooks.conditioning import combine, set_props
+from ..host import io
+
+TimestepsRangeType = io.Custom("TIMESTEPS_RANGE")
+
+
+def _pair_inputs(suffix: str, what: str) -> list[Any]:
+    return [
+        io.Conditioning.Input(f"positive{suffix}", tooltip=f"The positive conditioning {what}."),
+        io.Conditioning.Input(f"negative{suffix}", tooltip=f"The negative conditioning {what}."),
+    ]
+
+
+def _prop_inputs() -> list[Any]:
+    return [
+        io.Float.Input(
+            "strength",
+            default=1.0,
+            min=0.0,
+            max=10.0,
+            step=0.01,
+            tooltip="Weight of this conditioning where masks overlap. Does nothing without a mask.",
+        ),
+        io.Combo.Input(
+            "set_cond_area",
+            options=["default", "mask bounds"],
+            tooltip="'mask bounds' works only on the mask's bounding box: faster, but blind to the rest of the picture.",
+        ),
+        io.Mask.Input("mask", optional=True, tooltip="Where this conditioning and its hooks act."),
+        io.Hooks.Input("hooks", optional=True, tooltip="LoRAs that act only for this conditioning."),
+        TimestepsRangeType.Input("timesteps", optional=True, tooltip="When this conditioning acts (Timesteps Range)."),
+    ]
+
+
+def _pair_outputs() -> list[Any]:
+    return [
+        io.Conditioning.Output("positive", tooltip="For the sampler, or for the next region."),
+        io.Conditioning.Output("negative", tooltip="For the sampler, or for the next region."),
+    ]
+
+
+class CondPairSetProps(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="HooklineCondPairSetProps",
+            display_name="Cond Pair Set Props (Hookline)",
+            category="hookline/conditioning",
+            description="Put hooks, a mask and a time range on a positive and a negative conditioning.",
+            search_aliases=["regional prompt", "regional lora", "mask conditioning", "hook conditioning"],
+            inputs=[*_pair_inputs("_NEW", "that gets the properties"), *_prop_inputs()],
+            outputs=_pair_outputs(),
+        )
+
+    @classmethod
+    def execute(cls, positive_NEW: list, negative_NEW: list, **props: Any) -> io.NodeOutput:  # noqa: N803
+        return io.NodeOutput(*set_props(positive_NEW, negative_NEW, **props))
+
+
+class CondPairSetPropsCombine(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="HooklineCondPairSetPropsCombine",
+            display_name="Cond Pair Set Props Combine (Hookline)",
+            category="hookline/conditioning",
+            description="Put properties on a new pair of conditionings and add it to a pair that is there already.",
+            search_aliases=["regional prompt", "regional lora", "add region", "hook conditioning"],
+            inputs=[
+                *_pair_inputs("", "that the new one is added to"),
+                *_pair_inputs("_NEW", "that gets the properties"),
+                *_prop_inputs(),
+            ],
+            outputs=_pair_outputs(),
+        )
+
+    @classmethod
+    def execute(
+        cls, positive: list, negative: list, positive_NEW: list, negative_NEW: list, **props: Any  # noqa: N803
+    ) -> io.NodeOutput:
+        new_positive, new_negative = set_props(positive_NEW, negative_NEW, **props)
+        return io.NodeOutput(combine(positive, new_positive), combine(negative, new_negative))
+
+
+class TimestepsRange(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        def progress(name: str, default: float, what: str) -> Any:
+            return io.Float.Input(name, default=default, min=0.0, max=1.0, step=0.001, tooltip=what)
+
+        return io.Schema(
+            node_id="HooklineTimestepsRange",
+            display_name="Timesteps Range (Hookline)",
+            category="hookline/conditioning",
+            description="A part of the sampling run, and the parts before and after it.",
+            search_aliases=["prompt scheduling", "time range", "conditioning phases"],
+            inputs=[
+                progress("start_percent", 0.0, "Progress at which the range begins: 0 is the first step."),
+                progress("end_percent", 1.0, "Progress at which the range ends: 1 is the end."),
+            ],
+            outputs=[
+                TimestepsRangeType.Output("TIMESTEPS_RANGE", tooltip="The range."),
+                TimestepsRangeType.Output("BEFORE_RANGE", tooltip="From the first step to the range."),
+                TimestepsRangeType.Output("AFTER_RANGE", tooltip="From the range to the end."),
+            ],
+        )
+
+    @classmethod
+    def execute(cls, start_percent: float, end_percent: float) -> io.NodeOutput:
+        return io.NodeOutput((start_percent, end_percent), (0.0, start_percent), (end_percent, 1.0))
+
+
+NODES = [CondPairSetProps, CondPairSetPropsCombine, TimestepsRange]

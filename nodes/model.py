@@ -1,0 +1,29 @@
+"""Menu section hookline/model: the node that makes a model apply hooks Hookline's way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..host import io
+from ..patcher.model_patcher import apply_hookline
+
+
+class Apply(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="HooklineApply",
+            display_name="Apply Hookline",
+            category="hookline/model",
+            description="Let Hookline apply the hooks of the conditioning to this model, ComfyUI's own hooks included.",
+            search_aliases=["hookline", "enable hooks", "hook engine"],
+            inputs=[io.Model.Input("model", tooltip="The model that will be sampled. It is not changed.")],
+            outputs=[io.Model.Output(tooltip="The model for the sampler.")],
+        )
+
+    @classmethod
+    def execute(cls, model: Any) -> io.NodeOutput:
+        return io.NodeOutput(apply_hookline(model))
+
+
+NODES = [Apply]
