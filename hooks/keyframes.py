@@ -10,8 +10,6 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from ..host import HookKeyframe, HookKeyframeGroup
 from .schedule import Point, Schedule, segment
 
@@ -57,7 +55,7 @@ def steps_of(schedule: Schedule) -> list[tuple[float, float]]:
 
 def current_keyframe(keyframes: Sequence[HookKeyframe], sigma: float) -> HookKeyframe:
     """The last keyframe whose start is not below `sigma`; before the first one starts, the first."""
-    started = [keyframe for keyframe in keyframes if _as_float32(keyframe.start_t) >= sigma]
+    started = [keyframe for keyframe in keyframes if _has_started(keyframe, sigma)]
     return started[-1] if started else keyframes[0]
 
 
@@ -86,7 +84,7 @@ def _strength_per_step(keyframes: Sequence[HookKeyframe], sigmas: Sequence[float
 
     for sigma in sigmas:
         while used >= guaranteed(keyframes[index]) and index + 1 < len(keyframes):
-            if _as_float32(keyframes[index + 1].start_t) < sigma:
+            if not _has_started(keyframes[index + 1], sigma):
                 break
             index, used = index + 1, 0
         used += 1
@@ -94,6 +92,6 @@ def _strength_per_step(keyframes: Sequence[HookKeyframe], sigmas: Sequence[float
     return strengths
 
 
-def _as_float32(value: float) -> float:
-    # Sigmas come from float32 tensors; 1 - 0.4 in double would miss the step whose sigma is float32(0.6).
-    return float(np.float32(float(value)))
+def _has_started(keyframe: HookKeyframe, sigma: float) -> bool:
+    # Samplers' sigmas are float32: a keyframe at 0.4 must not miss the step whose sigma is 0.6 plus half an ulp.
+    return float(keyframe.start_t) >= sigma * (1 - 1e-6)

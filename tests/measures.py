@@ -1,73 +1,56 @@
-"""Measures on pictures of the tiny model: which digit a region shows, and in which look.
-
-A region is one cell of the model as its VAE shows it: a float picture [64, 64] or [64, 64, 3] in 0..1 (an array or a
-tensor), each model pixel twice as high and as wide.
-"""
+"""What a picture of a digit shows, measured. Regions are [h, w] or [h, w, 3] in 0..1; 64 x 64 is one digit."""
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
-import numpy as np
+import torch
+import torch.nn.functional as F
 from sklearn.svm import SVC
+from torch import Tensor
 
-from hookline.assets.train import bold, digit_pictures, slanted
-
-SIZE = 64
-BORDER = 4
+from hookline.assets.train import bold, digit_pictures, inverted, slanted
 
 
-def _grey(region: Any) -> np.ndarray:
-    grey = np.asarray(region, dtype=np.float64)
-    if grey.ndim == 3:
-        grey = grey.mean(axis=-1)
-    if grey.shape != (SIZE, SIZE):
-        raise ValueError(f"a region is {SIZE} x {SIZE} pixels, not {grey.shape}")
-    return grey
+def ink(region: Tensor) -> Tensor:
+    """Distance from the background [h, w] in 0..1; the same for white on black and black on white."""
+    grey = region.mean(dim=-1) if region.dim() == 3 else region
+    border = torch.cat([grey[0], grey[-1], grey[:, 0], grey[:, -1]])
+    return (grey - border.median()).abs()
 
 
-def _strokes(grey: np.ndarray) -> np.ndarray:
-    """How far each pixel is from the background, 0..1; the background is the median of the region's border."""
-    inner = np.zeros(grey.shape, dtype=bool)
-    inner[BORDER:-BORDER, BORDER:-BORDER] = True
-    return np.abs(grey - np.median(grey[~inner]))
+def brightness(region: Tensor) -> float:
+    """Mean in 0..1: about 0.2 for white on black, 0.8 for black on white."""
+    return region.float().mean().item()
 
 
-def _features(strokes: np.ndarray) -> np.ndarray:
-    """Strokes [64, 64] -> [256], means of 4 x 4 pixels."""
-    return strokes.reshape(16, SIZE // 16, 16, SIZE // 16).mean(axis=(1, 3)).ravel()
+def slant(region: Tensor) -> float:
+    """Horizontal shift per row, upwards to the right: about 0 for upright digits, 0.6 for slanted ones."""
+    weight = ink(region)
+    weight = weight / weight.sum()
+    y, x = torch.meshgrid(*(torch.arange(n, dtype=torch.float32) for n in weight.shape), indexing="ij")
+    y, x = y - (weight * y).sum(), x - (weight * x).sum()
+    return (-(weight * x * y).sum() / (weight * y * y).sum()).item()
+
+
+def inked(region: Tensor) -> float:
+    """Share of the region that is ink, 0..1: larger for bold digits."""
+    return ink(region).mean().item()
+
+
+def read_digit(region: Tensor) -> int:
+    """The digit in the region, in any of the looks."""
+    return int(_reader().predict(_features(ink(region)[None]))[0])
+
+
+def _features(ink_pictures: Tensor) -> Tensor:
+    small = F.interpolate(ink_pictures[:, None], size=(16, 16), mode="area")
+    return (small / small.amax(dim=(1, 2, 3), keepdim=True).clamp_min(1e-6)).flatten(1).numpy()
 
 
 @lru_cache(maxsize=1)
 def _reader() -> SVC:
-    """Trained on strokes, so black on white needs no examples of its own."""
     pictures, labels = digit_pictures()
-    looks = [pictures, slanted(pictures), bold(pictures)]
-    shown = np.concatenate([look[:, 0].numpy() for look in looks]) / 2 + 0.5
-    features = [_features(_strokes(picture.repeat(2, axis=0).repeat(2, axis=1))) for picture in shown]
-    return SVC(C=10, gamma=0.03).fit(features, np.tile(labels.numpy(), len(looks)))
-
-
-def read_digit(region: Any) -> int:
-    """The digit 0..9 that a region shows, in any look (plain, inverted, slanted, bold)."""
-    return int(_reader().predict([_features(_strokes(_grey(region)))])[0])
-
-
-def brightness(region: Any) -> float:
-    """Mean of the region, 0..1."""
-    return float(_grey(region).mean())
-
-
-def ink(region: Any) -> float:
-    """Mean distance from the background, 0..1; the same for white on black and black on white."""
-    return float(_strokes(_grey(region)).mean())
-
-
-def slant(region: Any) -> float:
-    """Pixels that the strokes move to the right per pixel upwards (from second moments)."""
-    strokes = _strokes(_grey(region))
-    y, x = np.mgrid[:SIZE, :SIZE]
-    total = max(strokes.sum(), 1e-9)
-    x, y = x - (strokes * x).sum() / total, y - (strokes * y).sum() / total
-    return float(-(strokes * x * y).sum() / max((strokes * y * y).sum(), 1e-9))
+    looks = [look(pictures)[:, 0] / 2 + 0.5 for look in (lambda p: p, inverted, slanted, bold)]
+    features = torch.cat([torch.from_numpy(_features(torch.stack([ink(p) for p in look]))) for look in looks])
+    return SVC(C=10.0, gamma="scale").fit(features.numpy(), labels.repeat(len(looks)).numpy())

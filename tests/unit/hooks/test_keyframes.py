@@ -1,0 +1,106 @@
+"""Strength at a sigma, as a pure function."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hookline.hooks.keyframes import LEVELS, ScheduleKeyframes, steps_of, strength_at
+from hookline.hooks.schedule import parse
+from hookline.host import HookKeyframe, HookKeyframeGroup
+
+FLOW = SimpleNamespace(model_sampling=SimpleNamespace(percent_to_sigma=lambda p: 1.0 - p))
+
+
+def keyframes(*frames: tuple[float, float, int]) -> HookKeyframeGroup:
+    """(strength, start_percent, guarantee_steps) on a model whose sigma is 1 - progress."""
+    group = HookKeyframeGroup()
+    for frame in frames:
+        group.add(HookKeyframe(*frame))
+    group.initialize_timesteps(FLOW)
+    return group
+
+
+def schedule(text: str) -> ScheduleKeyframes:
+    group = ScheduleKeyframes(parse(text))
+    group.initialize_timesteps(FLOW)
+    return group
+
+
+def sigmas(steps: int) -> list[float]:
+    """As samplers have them: float32, the last one 0."""
+    return torch.linspace(1, 0, steps + 1).tolist()
+
+
+def test_no_keyframes_is_strength_one() -> None:
+    assert strength_at(HookKeyframeGroup(), 0.5, sigmas(4)) == 1.0
+
+
+def test_first_value_holds_before_the_first_point() -> None:
+    assert strength_at(schedule("0.5: 0.7, 0.8: 0"), 1.0, sigmas(4)) == 0.7
+    assert strength_at(keyframes((0.7, 0.5, 0)), 1.0, sigmas(4)) == 0.7
+
+
+@pytest.mark.parametrize("steps", [5, 10, 20])
+def test_r90_a_point_counts_from_its_own_step_on(steps: int) -> None:
+    """Every step's progress as the point: float32 sigmas hit it exactly."""
+    for step in range(1, steps):
+        group = schedule(f"0: 0, {step / steps}: 1 hold")
+        strengths = [strength_at(group, sigma, sigmas(steps)) for sigma in sigmas(steps)[:-1]]
+        assert strengths == [0.0] * step + [1.0] * (steps - step)
+
+
+def test_r92_unseen_repeated_and_rising_sigmas() -> None:
+    group = schedule("0: 0, 0.5: 1 hold")
+    visited = [1.0, 0.6, 0.4, 0.8, 0.6, 0.3, 0.3, 0.123, 5.0]
+    assert [strength_at(group, sigma, sigmas(4)) for sigma in visited] == [0, 0, 1, 0, 0, 1, 1, 1, 0]
+    stock = keyframes((0.0, 0.0, 0), (1.0, 0.5, 0))
+    assert [strength_at(stock, sigma, sigmas(4)) for sigma in visited] == [0, 0, 1, 0, 0, 1, 1, 1, 0]
+
+
+def test_slopes_are_sampled_to_levels() -> None:
+    group = schedule("0: 0, 1: 1")
+    strengths = [strength_at(group, sigma, sigmas(64)) for sigma in sigmas(64)]
+    assert len(set(strengths)) == LEVELS + 1
+    assert all(0 <= 1 - sigma - s < 1 / LEVELS for sigma, s in zip(sigmas(64), strengths))
+
+
+def test_flat_and_held_segments_cost_one_level() -> None:
+    assert steps_of(parse("0: 1, 0.5: 1, 0.8: 0 hold")) == [(0.0, 1.0), (0.5, 1.0), (0.8, 0.0)]
+
+
+def test_guaranteed_steps_are_sampler_steps() -> None:
+    """Two stock keyframes due at once: the first keeps its three steps, however often the model is called in each."""
+    group = keyframes((0.2, 0.0, 3), (0.9, 0.0, 1))
+    steps = sigmas(6)
+    assert [strength_at(group, sigma, steps) for sigma in steps[:-1]] == [0.2] * 3 + [0.9] * 3
+    between = (steps[1] + steps[2]) / 2
+    assert strength_at(group, between, steps) == 0.2
+
+
+def test_keyframes_from_before_a_second_stage_guarantee_nothing() -> None:
+    group = keyframes((0.2, 0.0, 4), (0.9, 0.25, 4))
+    assert strength_at(group, 0.5, [0.5, 0.25, 0.0]) == 0.9
+
+
+def test_s8_the_hosts_own_path_starts_afresh_each_run() -> None:
+    """A second run that begins at the sigma where the first ended: core's guard value survives the reset."""
+    group = schedule("0: 0.1, 0.5: 0.9 hold")
+    options = {"sample_sigmas": torch.tensor(sigmas(4))}
+    for _ in range(2):
+        group.reset()
+        for sigma in (0.75, 0.25):
+            group.prepare_current_keyframe(torch.tensor(sigma), options)
+        assert group.strength == 0.9
+        group.reset()
+        group.prepare_current_keyframe(torch.tensor(0.25), options)
+        assert group.strength == 0.9
+
+
+def test_clone_keeps_schedule_and_sigmas() -> None:
+    group = schedule("0: 0, 0.5: 1 hold")
+    copy = group.clone()
+    assert copy.schedule == group.schedule
+    assert [k.start_t for k in copy.keyframes] == [k.start_t for k in group.keyframes]
