@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 import os
 import sys
 from importlib.machinery import ModuleSpec
@@ -34,7 +33,6 @@ def start_comfyui(path: str | None = None) -> None:
     import torch
     from comfy.cli_args import args
 
-    logging.getLogger().setLevel(logging.ERROR)
     args.cpu = not torch.cuda.is_available()
 
 

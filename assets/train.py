@@ -208,7 +208,7 @@ def main() -> None:
     torch.set_num_threads(2)
     started = time.time()
     model, encoder = train_base(4000)
-    save(train_look(model, encoder, 1, 500, 1), LORA_FOLDER / "hookline_tiny_inverted.safetensors", "Black on white")
+    save(train_look(model, encoder, 1, 1200, 1), LORA_FOLDER / "hookline_tiny_inverted.safetensors", "Black on white")
     save(train_look(model, encoder, 2, 700, 2), LORA_FOLDER / "hookline_tiny_slanted.safetensors", "Slanted")
     bold_next = {**train_look(model, encoder, 3, 500, 3), **train_next_word(encoder, 1500, 3)}
     save(bold_next, LORA_FOLDER / "hookline_tiny_bold_next.safetensors", "Bold; the text encoder reads the next digit")

@@ -100,9 +100,12 @@ class LoraMapping:
     total: int
     unmatched: list[str] = field(default_factory=list)
 
+    def coverage(self) -> str:
+        return f"{self.matched} of {self.total} layers matched"
+
     def summary(self, name: str) -> str:
         some = f"; not matched: {', '.join(self.unmatched[:3])}{' ...' if len(self.unmatched) > 3 else ''}"
-        return f"LoRA {name!r}: {self.matched} of {self.total} layers matched{some if self.unmatched else ''}"
+        return f"LoRA {name!r}: {self.coverage()}{some if self.unmatched else ''}"
 
 
 def map_lora(tensors: dict[str, Tensor], model: nn.Module, target: EnumWeightTarget) -> LoraMapping:

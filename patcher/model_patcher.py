@@ -159,6 +159,8 @@ class HookModelPatcher(host.ModelPatcher):
                 merged = build(self, _by_weight(active))
             state.cache.put(key, merged, self.load_device)
             state.report.weights_computed += len(merged.replacements)
+        for known, _ in active:
+            state.report.loras[known.name] = known.mapping.coverage()
         state.report.note(tuple((known.name, strength) for known, strength in active), merged)
         return merged
 

@@ -18,6 +18,7 @@ class RunReport:
     """What one sampling run did."""
 
     groups: dict[Hooks, dict[str, Any]] = field(default_factory=dict)
+    loras: dict[str, str] = field(default_factory=dict)
     forwards: int = 0
     weights_computed: int = 0
     bytes_cached: int = 0
@@ -45,6 +46,7 @@ class RunReport:
         groups = [{"hooks": [{"lora": name, "strength": strength} for name, strength in hooks], **facts} for hooks, facts in self.groups.items()]
         return {
             "groups": groups,
+            "loras": self.loras,
             "forwards": self.forwards,
             "ms_per_step": self.ms_per_step(),
             "weights_computed": self.weights_computed,

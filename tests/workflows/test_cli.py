@@ -1,0 +1,97 @@
+"""The command line: pictures, report, and one line for everything that is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from hookline import host
+from hookline.errors import HooklineError
+
+PROMPT = Path(__file__).parents[2] / "example_workflows" / "api" / "two_regions.json"
+
+
+def hookline(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "hookline", *arguments]
+    return subprocess.run(command, cwd=cwd, env=os.environ, capture_output=True, text=True, timeout=300)
+
+
+def run(lab: Any, tmp_path: Path, *arguments: str, prompt: Path = PROMPT) -> subprocess.CompletedProcess[str]:
+    return hookline("run", str(prompt), "--host", lab.name, "--out", str(tmp_path / "out"), *arguments, cwd=tmp_path)
+
+
+def test_writes_picture_and_report(lab: Any, tmp_path: Path) -> None:
+    done = run(lab, tmp_path, "--report", str(tmp_path / "report.json"), "--set", "15.steps=4", "--set", "15.seed=3")
+    assert done.returncode == 0, done.stderr
+    (image,) = (tmp_path / "out").glob("two_regions_*.png")
+    assert done.stdout.strip().splitlines()[-1] == str(image)
+    assert "4/4" in done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["host"] == lab.name and report["images"] == [str(image)]
+    (sampling,) = report["runs"]
+    loras = [hook["lora"] for group in sampling["groups"] for hook in group["hooks"]]
+    assert loras == [lab.inverted, lab.slanted]
+    assert all(group["path"] and group["reason"] and group["layers"] == 26 for group in sampling["groups"])
+    assert sampling["ms_per_step"] > 0 and sampling["bytes_cached"] > 0
+    assert sampling["loras"] == {name: "26 of 26 layers matched" for name in loras}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "3.lora_name=nobody.safetensors"], "nobody.safetensors"),
+        (["--set", "3.lora_name=../../secret.safetensors"], "../../secret.safetensors"),
+        (["--set", "15.steps=0"], "node 15 (KSampler): input 'steps'"),
+        (["--set", "15.colour=red"], "has no input 'colour'"),
+        (["--set", "99.steps=1"], "there is no node '99'"),
+        (["--set", "steps"], "expected NODE.INPUT=VALUE"),
+    ],
+)
+def test_one_line_and_exit_code_2(lab: Any, tmp_path: Path, arguments: list[str], message: str) -> None:
+    check_refused(run(lab, tmp_path, *arguments), message)
+    assert not list(tmp_path.glob("out/*.png"))
+
+
+def check_refused(done: subprocess.CompletedProcess[str], message: str) -> None:
+    assert done.returncode == 2, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("hookline: ")]
+    assert len(lines) == 1 and message in lines[0], done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "No such file"), ("{", "not JSON"), ("[1]", "not an API prompt"), ('{"1": {"type": "x"}}', "not an API prompt")],
+)
+def test_bad_prompt_files(lab: Any, tmp_path: Path, content: str | None, message: str) -> None:
+    path = tmp_path / "prompt.json"
+    if content is not None:
+        path.write_text(content)
+    check_refused(run(lab, tmp_path, prompt=path), message)
+
+
+def test_unreadable_and_unmatched_loras_change_nothing(lab: Any, tmp_path: Path) -> None:
+    host.add_files("loras", tmp_path)
+    (tmp_path / "unreadable.safetensors").write_bytes(b"<html>")
+    save_file({"lora_unet_down_blocks_0.lora_up.weight": torch.ones(2, 2)}, tmp_path / "elsewhere.safetensors")
+    runner, prompt = lab.runner(), json.loads(PROMPT.read_text())
+    (before,) = runner.run(prompt, tmp_path)
+    for name, message in (
+        ("unreadable", r"node 3 \(HooklineCreateLora\): LoRA 'unreadable.safetensors' can't be read"),
+        ("elsewhere", r"node 15 \(KSampler\): LoRA 'elsewhere.safetensors': 0 of 1 layers matched"),
+    ):
+        prompt["3"]["inputs"]["lora_name"] = f"{name}.safetensors"
+        with pytest.raises(HooklineError, match=message):
+            runner.run(prompt, tmp_path)
+    prompt["3"]["inputs"]["lora_name"] = lab.inverted
+    (after,) = runner.run({**prompt, "15": {**prompt["15"]}}, tmp_path / "again")
+    assert Image.open(before).tobytes() == Image.open(after).tobytes()
