@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 import time
 from pathlib import Path
@@ -18,9 +19,13 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="run an API prompt and write its pictures")
     run.add_argument("prompt", type=Path, metavar="PROMPT.json")
-    run.add_argument("--host", choices=["embedded", "comfyui"], default="embedded", help="what runs it (default: embedded)")
+    run.add_argument(
+        "--host", choices=["embedded", "comfyui"], default="embedded", help="what runs it (default: embedded)"
+    )
     run.add_argument("--set", action="append", default=[], metavar="NODE.INPUT=VALUE", help="change an input of a node")
-    run.add_argument("--out", type=Path, default=Path("output"), metavar="DIR", help="folder for the pictures (default: output)")
+    run.add_argument(
+        "--out", type=Path, default=Path("output"), metavar="DIR", help="folder for the pictures (default: output)"
+    )
     run.add_argument("--report", type=Path, metavar="FILE.json", help="write what the run did")
     arguments = parser.parse_args(argv)
     try:
@@ -47,6 +52,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
     runs: list[dict[str, Any]] = []
     stop = listen(lambda event, data: runs.append(data) if event == "hookline.run" else None)
+    # ComfyUI logs every failing node with its traceback; here the one line at the end says it all.
+    logging.disable(logging.ERROR)
     try:
         with tqdm(total=0, unit="step", file=sys.stderr) as bar:
             started = time.perf_counter()
@@ -54,6 +61,7 @@ def _run(arguments: argparse.Namespace) -> int:
             seconds = time.perf_counter() - started
     finally:
         stop()
+        logging.disable(logging.NOTSET)
     for image in images:
         print(image)
     if arguments.report:

@@ -64,7 +64,7 @@ def fold(pictures: Tensor) -> Tensor:
 class Batches:
     """Random training batches: latents, word ids and the weight of the loss at each place."""
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: int) -> None:
         self.pictures, self.labels = digit_pictures()
         self.looks = [look(self.pictures) for look in (lambda p: p, inverted, slanted, bold)]
         self.random = torch.Generator().manual_seed(seed)
@@ -93,7 +93,9 @@ class Batches:
 # ---- training
 
 
-def flow_loss(model: Flux, context: Tensor, pooled: Tensor, latents: Tensor, weights: Tensor, random: torch.Generator) -> Tensor:
+def flow_loss(
+    model: Flux, context: Tensor, pooled: Tensor, latents: Tensor, weights: Tensor, random: torch.Generator
+) -> Tensor:
     noise = torch.randn(latents.shape, generator=random)
     t = torch.sigmoid(1.2 * torch.randn(len(latents), generator=random))
     at = t.view(-1, 1, 1, 1)
@@ -121,7 +123,7 @@ def fit(parameters: list[Tensor], loss: Callable[[], Tensor], steps: int, rate: 
 class LowRank(nn.Module):
     """weight + B A, as a parametrization."""
 
-    def __init__(self, weight: Tensor):
+    def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.lora_A = nn.Parameter(torch.randn(RANK, weight.shape[1]) / weight.shape[1] ** 0.5)
         self.lora_B = nn.Parameter(torch.zeros(weight.shape[0], RANK))

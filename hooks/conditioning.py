@@ -48,7 +48,9 @@ def set_props(
             combined[id(before)] = combine_groups(before, hooks)
         return {"hooks": combined[id(before)]}
 
-    return [[[t, {**entry, **options, **hooks_for(entry)}] for t, entry in conditioning] for conditioning in conditionings]
+    return [
+        [[t, {**entry, **options, **hooks_for(entry)}] for t, entry in conditioning] for conditioning in conditionings
+    ]
 
 
 def combine(*conditionings: Conditioning) -> Conditioning:

@@ -20,7 +20,7 @@ LEVELS = 16
 class ScheduleKeyframes(HookKeyframeGroup):
     """A schedule as keyframes that any sampler of the host can follow: each segment in `LEVELS` steps of progress."""
 
-    def __init__(self, schedule: Schedule | None = None):
+    def __init__(self, schedule: Schedule | None = None) -> None:
         super().__init__()
         self.schedule = schedule or Schedule((Point(0.0, 1.0),))
         for progress, strength in steps_of(self.schedule):

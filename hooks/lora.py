@@ -31,7 +31,7 @@ class LoraFile:
 class LoraHook(WeightHook):
     """A weight hook that knows the file it came from."""
 
-    def __init__(self, lora: LoraFile | None = None, strength_model: float = 1.0, strength_clip: float = 1.0):
+    def __init__(self, lora: LoraFile | None = None, strength_model: float = 1.0, strength_clip: float = 1.0) -> None:
         super().__init__(strength_model, strength_clip)
         self.lora = lora
         self.weights = lora.tensors if lora else None

@@ -17,14 +17,14 @@ MAX_POINTS, MAX_TEXT, MAX_STRENGTH = 1000, 100_000, 20.0
 class ScheduleError(HooklineError):
     """A schedule text that can't be read; says where and what was expected."""
 
-    def __init__(self, problem: str, line: int = 1, column: int = 1):
+    def __init__(self, problem: str, line: int = 1, column: int = 1) -> None:
         super().__init__(f"schedule, line {line}, column {column}: {problem}")
         self.line, self.column = line, column
 
 
 @dataclass(frozen=True)
 class Point:
-    """`strength` at `progress` (0 first step .. 1 end); `curve` is how the strength arrives there from the point before."""
+    """`strength` at `progress` (0 first step .. 1 end); `curve` is how it arrives there from the point before."""
 
     progress: float
     strength: float
@@ -148,4 +148,6 @@ def _check(point: Point, before: Point | None, line: int, column: int) -> None:
     if before is not None and point.progress < before.progress:
         raise ScheduleError(f"progress goes back from {before.progress:g} to {point.progress:g}", line, column)
     if not abs(point.strength) <= MAX_STRENGTH:
-        raise ScheduleError(f"strength {point.strength:g} is outside -{MAX_STRENGTH:g} .. {MAX_STRENGTH:g}", line, column)
+        raise ScheduleError(
+            f"strength {point.strength:g} is outside -{MAX_STRENGTH:g} .. {MAX_STRENGTH:g}", line, column
+        )

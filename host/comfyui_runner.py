@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import HooklineError
 
+
 class _Server:
     """What the executor needs of ComfyUI's server: somewhere to send messages."""
 
@@ -23,9 +24,12 @@ class Runner:
     """Keeps ComfyUI's executor, and with it its cache of node outputs, between prompts."""
 
     def __init__(self) -> None:
+        import comfy.utils
         import execution
 
         load_nodes()
+        # Progress is the caller's to show.
+        comfy.utils.set_progress_bar_enabled(False)
         cache = {"lru": 0, "ram": 0, "ram_inactive": 0}
         self.executor = execution.PromptExecutor(_Server(), cache_type=execution.CacheType.CLASSIC, cache_args=cache)
 
@@ -42,7 +46,9 @@ class Runner:
         valid, error, outputs, node_errors = asyncio.run(execution.validate_prompt(str(uuid.uuid4()), prompt, None))
         if not valid or node_errors:
             raise HooklineError(_describe(error, node_errors))
-        comfy.utils.set_progress_bar_global_hook(lambda done, total, *_, **__: progress and progress(int(done), int(total)))
+        comfy.utils.set_progress_bar_global_hook(
+            lambda done, total, *_, **__: progress and progress(int(done), int(total))
+        )
         try:
             self.executor.execute(prompt, str(uuid.uuid4()), {}, outputs)
         finally:
@@ -50,12 +56,15 @@ class Runner:
         if not self.executor.success:
             raise HooklineError(_failure(self.executor.status_messages))
         saved = self.executor.history_result["outputs"].values()
-        return [out_dir / i["subfolder"] / i["filename"] for out in saved for i in out.get("images", ()) if i["type"] == "output"]
+        return [
+            out_dir / i["subfolder"] / i["filename"]
+            for out in saved
+            for i in out.get("images", ())
+            if i["type"] == "output"
+        ]
 
 
-def run_prompt(
-    prompt: dict[str, Any], out_dir: Path, progress: Callable[[int, int], None] | None = None
-) -> list[Path]:
+def run_prompt(prompt: dict[str, Any], out_dir: Path, progress: Callable[[int, int], None] | None = None) -> list[Path]:
     """Run a prompt once; returns the pictures that were saved. Raises HooklineError like the embedded runner."""
     return Runner().run(prompt, out_dir, progress)
 

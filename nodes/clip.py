@@ -15,19 +15,19 @@ class SetClipHooks(io.ComfyNode):
             node_id="HooklineSetClipHooks",
             display_name="Set CLIP Hooks (Hookline)",
             category="hookline/clip",
-            description="Encode text with hooks: the text-encoder part of their LoRAs acts on whatever this CLIP encodes.",
+            description="Encode text with hooks: the text-encoder part of their LoRAs acts on what this CLIP encodes.",
             search_aliases=["clip lora", "text encoder lora", "hook clip"],
             inputs=[
                 io.Clip.Input("clip", tooltip="The text encoder. It is not changed; the output is a copy with hooks."),
                 io.Boolean.Input(
                     "apply_to_conds",
                     default=True,
-                    tooltip="Also put the hooks on the conditioning that this CLIP makes, so that they act on the model too.",
+                    tooltip="Also put the hooks on the conditioning that this CLIP makes: they act on the model too.",
                 ),
                 io.Boolean.Input(
                     "schedule_clip",
                     default=False,
-                    tooltip="Let the text encoder follow the hooks' schedule. Text is then encoded once for each strength.",
+                    tooltip="Let the text encoder follow the hooks' schedule. Text is encoded once for each strength.",
                 ),
                 io.Hooks.Input("hooks", optional=True, tooltip="The hooks; without any, the CLIP passes through."),
             ],
@@ -35,7 +35,9 @@ class SetClipHooks(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, clip: Any, apply_to_conds: bool, schedule_clip: bool, hooks: HookGroup | None = None) -> io.NodeOutput:
+    def execute(
+        cls, clip: Any, apply_to_conds: bool, schedule_clip: bool, hooks: HookGroup | None = None
+    ) -> io.NodeOutput:
         return io.NodeOutput(hooked_clip(clip, hooks, apply_to_conds, schedule_clip) if hooks is not None else clip)
 
 

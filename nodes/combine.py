@@ -9,7 +9,9 @@ from ..host import HookGroup, io
 class CombineHooks(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        hooks = io.Hooks.Input("hook", optional=True, tooltip="Hooks to combine; a socket appears for each that you connect.")
+        hooks = io.Hooks.Input(
+            "hook", optional=True, tooltip="Hooks to combine; a socket appears for each that you connect."
+        )
         template = io.Autogrow.TemplatePrefix(hooks, prefix="hook_", min=2, max=50)
         return io.Schema(
             node_id="HooklineCombineHooks",

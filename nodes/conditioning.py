@@ -30,7 +30,7 @@ def _prop_inputs() -> list[Any]:
         io.Combo.Input(
             "set_cond_area",
             options=["default", "mask bounds"],
-            tooltip="'mask bounds' works only on the mask's bounding box: faster, but blind to the rest of the picture.",
+            tooltip="'mask bounds' works on the mask's bounding box alone: faster, but blind to the rest.",
         ),
         io.Mask.Input("mask", optional=True, tooltip="Where this conditioning and its hooks act."),
         io.Hooks.Input("hooks", optional=True, tooltip="LoRAs that act only for this conditioning."),
@@ -59,7 +59,7 @@ class CondPairSetProps(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, positive_NEW: list, negative_NEW: list, **props: Any) -> io.NodeOutput:  # noqa: N803
+    def execute(cls, positive_NEW: list, negative_NEW: list, **props: Any) -> io.NodeOutput:
         return io.NodeOutput(*set_props(positive_NEW, negative_NEW, **props))
 
 
@@ -82,7 +82,12 @@ class CondPairSetPropsCombine(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, positive: list, negative: list, positive_NEW: list, negative_NEW: list, **props: Any  # noqa: N803
+        cls,
+        positive: list,
+        negative: list,
+        positive_NEW: list,
+        negative_NEW: list,
+        **props: Any,
     ) -> io.NodeOutput:
         new_positive, new_negative = set_props(positive_NEW, negative_NEW, **props)
         return io.NodeOutput(combine(positive, new_positive), combine(negative, new_negative))

@@ -24,7 +24,7 @@ class Schedule(io.ComfyNode):
                     multiline=True,
                     tooltip="Points 'progress: strength curve', one per line or comma, e.g. '0: 0, 0.4: 1 ease, "
                     "0.8: 1 hold, 1: 0'. Progress runs from 0 (first step) to 1 (end). The curve says how the strength "
-                    "arrives at its point: linear (if you name none), ease_in, ease_out, ease, or hold (stay, then jump). "
+                    "arrives at its point: linear (if you name none), ease_in, ease_out, ease, hold (stay, then jump). "
                     "It multiplies the strength of the hook.",
                 ),
             ],
@@ -55,7 +55,9 @@ class SetKeyframes(io.ComfyNode):
             search_aliases=["schedule hooks", "hook keyframes"],
             inputs=[
                 io.Hooks.Input("hooks", tooltip="The hooks that get the schedule."),
-                io.HookKeyframes.Input("hook_kf", optional=True, tooltip="The schedule; without one the hooks lose theirs."),
+                io.HookKeyframes.Input(
+                    "hook_kf", optional=True, tooltip="The schedule; without one the hooks lose theirs."
+                ),
             ],
             outputs=[io.Hooks.Output(tooltip="The same hooks, following the schedule.")],
         )

@@ -43,7 +43,7 @@ class CallbacksMP:
 
 @dataclass
 class PatcherInjection:
-    """Something put into a loaded model (`inject(patcher)`) and taken out again (`eject(patcher)`) around any change."""
+    """Something put into a loaded model (`inject(patcher)`), taken out (`eject(patcher)`) around any change."""
 
     inject: Callable
     eject: Callable
@@ -83,7 +83,7 @@ class WrapperExecutor:
     is the object whose method is wrapped.
     """
 
-    def __init__(self, original: Callable, class_obj: Any, wrappers: list[Callable], idx: int = 0):
+    def __init__(self, original: Callable, class_obj: Any, wrappers: list[Callable], idx: int = 0) -> None:
         self.original, self.class_obj, self.wrappers, self.idx = original, class_obj, list(wrappers), idx
 
     def execute(self, *args: Any, **kwargs: Any) -> Any:

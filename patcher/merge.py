@@ -82,7 +82,9 @@ def _merge(module: nn.Module, name: str, base: Tensor, patches: list[Patch], key
     if convert is not None:
         weight = convert(weight, inplace=True)
     shape = weight.shape
-    originals = {key: [(weight.clone(), lambda w, **_: w)]} if any(_needs_original(patch[1]) for patch in patches) else None
+    originals = (
+        {key: [(weight.clone(), lambda w, **_: w)]} if any(_needs_original(patch[1]) for patch in patches) else None
+    )
     weight = host.calculate_weight(patches, weight, key, original_weights=originals)
     if weight.shape != shape:
         raise HooklineError(f"{key}: the LoRA would change its shape from {tuple(shape)} to {tuple(weight.shape)}")
@@ -127,7 +129,9 @@ class Journal:
                 foreign += 1
         self.installed = None
         if foreign:
-            logging.warning("Hookline: %d weights were replaced by something else during the run and left as they are", foreign)
+            logging.warning(
+                "Hookline: %d weights were replaced by something else during the run and left as they are", foreign
+            )
 
     def _install(self, merged: MergedSet | None) -> None:
         if merged is self.installed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from functools import lru_cache
+from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -43,7 +43,7 @@ class ModelState:
 class KnownHook:
     """A hook's LoRA mapped onto one model: its patches, and what makes it equal to another."""
 
-    def __init__(self, hook: WeightHook, mapping: LoraMapping):
+    def __init__(self, hook: WeightHook, mapping: LoraMapping) -> None:
         self.name = hook_name(hook)
         self.mapping = mapping
         # Patches that did not come from tensors we can read are equal to nothing but themselves.
@@ -117,7 +117,9 @@ class HookModelPatcher(host.ModelPatcher):
             raise HooklineError(f"{mapping.summary(hook_name(hook))}: it is not made for {type(self.model).__name__}")
         return mapping
 
-    def prepare_hook_patches_current_keyframe(self, t: Tensor, hook_group: HookGroup, model_options: dict[str, Any]) -> None:
+    def prepare_hook_patches_current_keyframe(
+        self, t: Tensor, hook_group: HookGroup, model_options: dict[str, Any]
+    ) -> None:
         """Note where in the run the next model call is; strengths follow from that alone."""
         sigmas = model_options.get("transformer_options", {}).get("sample_sigmas")
         self.position = (float(t[0]), [] if sigmas is None else sigmas.tolist())
@@ -129,7 +131,9 @@ class HookModelPatcher(host.ModelPatcher):
             return hook._strength_clip * hook.strength
         return hook._strength_model * strength_at(hook.hook_keyframe, *self.position)
 
-    def apply_hooks(self, hooks: HookGroup | None, transformer_options: dict[str, Any] | None = None, force_apply: bool = False) -> dict[str, Any]:
+    def apply_hooks(
+        self, hooks: HookGroup | None, transformer_options: dict[str, Any] | None = None, force_apply: bool = False
+    ) -> dict[str, Any]:
         """Prepare the weights of `hooks`; `sampling.apply_model` swaps them in around the model call.
 
         Returns the hooks' transformer options, the prepared set among them.
@@ -145,7 +149,7 @@ class HookModelPatcher(host.ModelPatcher):
         return options
 
     def merged_set(self, hooks: HookGroup | None) -> MergedSet | None:
-        """Replacement weights for the group at its present strengths, from the cache or computed; None if it does nothing."""
+        """Replacement weights for the group at its present strengths, cached or computed; None if it does nothing."""
         active = [(self.known(hook), self.strength(hook)) for hook in weight_hooks(hooks)]
         active = [(known, strength) for known, strength in active if strength != 0 and known.mapping.patches]
         if not active:
@@ -231,7 +235,7 @@ def _drop_cache(patcher: HookModelPatcher, unpatch_all: bool) -> None:
 # ---- making one
 
 
-@lru_cache(maxsize=None)
+@cache
 def _hook_class(base: type) -> type:
     """`base`, whichever patcher class the model's loader chose, with Hookline's methods on top."""
     if issubclass(base, HookModelPatcher):

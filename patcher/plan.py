@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from .merge import MergedSet
@@ -33,17 +34,25 @@ class RunReport:
     def ms_per_step(self) -> float | None:
         """Median from one sigma's first model call to the next one's; None when there were fewer than three."""
         starts = list(self.step_starts.values())
-        steps = [after - before for before, after in zip(starts, starts[1:])][1:]
+        steps = [after - before for before, after in pairwise(starts)][1:]
         return round(statistics.median(steps) * 1000, 3) if steps else None
 
     def note(self, hooks: Hooks, merged: MergedSet) -> None:
         """A set was used."""
         if hooks not in self.groups:
             reason = "the only path so far"
-            self.groups[hooks] = {"path": "merged", "reason": reason, "layers": len(merged.replacements), "bytes": merged.bytes}
+            self.groups[hooks] = {
+                "path": "merged",
+                "reason": reason,
+                "layers": len(merged.replacements),
+                "bytes": merged.bytes,
+            }
 
     def as_dict(self) -> dict[str, Any]:
-        groups = [{"hooks": [{"lora": name, "strength": strength} for name, strength in hooks], **facts} for hooks, facts in self.groups.items()]
+        groups = [
+            {"hooks": [{"lora": name, "strength": strength} for name, strength in hooks], **facts}
+            for hooks, facts in self.groups.items()
+        ]
         return {
             "groups": groups,
             "loras": self.loras,

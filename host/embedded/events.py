@@ -27,7 +27,7 @@ def on_progress(callback: Callable[[int, int], None]) -> Callable[[], None]:
 
 
 class ProgressBar:
-    def __init__(self, total: int):
+    def __init__(self, total: int) -> None:
         self.total, self.done = total, 0
 
     def update(self, n: int = 1) -> None:

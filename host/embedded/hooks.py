@@ -29,7 +29,7 @@ class HookRef:
 class HookKeyframe:
     """Strength from `start_percent` (0 first step .. 1 end) on, for at least `guarantee_steps` steps."""
 
-    def __init__(self, strength: float, start_percent: float = 0.0, guarantee_steps: int = 1):
+    def __init__(self, strength: float, start_percent: float = 0.0, guarantee_steps: int = 1) -> None:
         self.strength, self.start_percent, self.guarantee_steps = strength, float(start_percent), guarantee_steps
         self.start_t = 999999999.9
 
@@ -73,7 +73,7 @@ class HookKeyframeGroup:
 
 
 class Hook:
-    def __init__(self, hook_type: EnumHookType | None = None):
+    def __init__(self, hook_type: EnumHookType | None = None) -> None:
         self.hook_type = hook_type
         self.hook_ref = HookRef()
         self.hook_keyframe = HookKeyframeGroup()
@@ -104,7 +104,7 @@ class WeightHook(Hook):
     `weights` is a LoRA's tensors while `need_weight_init`, else {weight key: patch}; `weights_clip` likewise.
     """
 
-    def __init__(self, strength_model: float = 1.0, strength_clip: float = 1.0):
+    def __init__(self, strength_model: float = 1.0, strength_clip: float = 1.0) -> None:
         super().__init__(EnumHookType.Weight)
         self.weights: dict[str, Any] | None = None
         self.weights_clip: dict[str, Any] | None = None
@@ -115,7 +115,7 @@ class WeightHook(Hook):
 class TransformerOptionsHook(Hook):
     """Wrappers, callbacks and patches that act only for the conditioning they are on."""
 
-    def __init__(self, transformers_dict: dict[str, Any] | None = None):
+    def __init__(self, transformers_dict: dict[str, Any] | None = None) -> None:
         super().__init__(EnumHookType.TransformerOptions)
         self.transformers_dict = transformers_dict
 
@@ -157,7 +157,9 @@ class HookGroup:
     def get_hooks_for_clip_schedule(self) -> list[tuple[tuple[float, float], list[tuple[Hook, HookKeyframe | None]]]]:
         """Ranges of progress within which no hook's strength changes, each with the hooks' keyframes there."""
         hooks = self.get_type(EnumHookType.Weight)
-        starts = {0.0} | {k.start_percent for hook in hooks for k in hook.hook_keyframe.keyframes if k.start_percent < 1}
+        starts = {0.0} | {
+            k.start_percent for hook in hooks for k in hook.hook_keyframe.keyframes if k.start_percent < 1
+        }
         ranges: list[tuple[tuple[float, float], list[tuple[Hook, HookKeyframe | None]]]] = []
         for start in sorted(starts):
             current = []

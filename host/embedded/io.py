@@ -39,19 +39,19 @@ class Output:
 class ComfyType:
     """A type of value: `.Input(...)` and `.Output(...)` declare ends of that type."""
 
-    def __init__(self, io_type: str):
+    def __init__(self, io_type: str) -> None:
         self.io_type = io_type
 
-    def Input(self, id: str, *args: Any, **kwargs: Any) -> Input:  # noqa: N802 (ComfyUI's name)
+    def Input(self, id: str, *args: Any, **kwargs: Any) -> Input:
         if self.io_type == "COMBO" and args:
             kwargs["options"], args = args[0], args[1:]
         return Input(id, *args, io_type=self.io_type, **kwargs)
 
-    def Output(self, *args: Any, **kwargs: Any) -> Output:  # noqa: N802
+    def Output(self, *args: Any, **kwargs: Any) -> Output:
         return Output(*args, io_type=self.io_type, **kwargs)
 
 
-def Custom(io_type: str) -> ComfyType:  # noqa: N802
+def Custom(io_type: str) -> ComfyType:
     return ComfyType(io_type)
 
 
@@ -72,7 +72,7 @@ class Autogrow:
         max: int = 10
 
     @staticmethod
-    def Input(id: str, template: Autogrow.TemplatePrefix, **kwargs: Any) -> Input:  # noqa: N802
+    def Input(id: str, template: Autogrow.TemplatePrefix, **kwargs: Any) -> Input:
         return Input(id, template=template, io_type="COMFY_AUTOGROW_V3", **kwargs)
 
 
@@ -91,7 +91,7 @@ class Schema:
 
 
 class NodeOutput:
-    def __init__(self, *args: Any, ui: dict[str, Any] | None = None):
+    def __init__(self, *args: Any, ui: dict[str, Any] | None = None) -> None:
         self.args, self.ui = args, ui
 
     @property

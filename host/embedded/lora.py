@@ -26,7 +26,7 @@ class LoRAAdapter:
 
     name = "lora"
 
-    def __init__(self, up: Tensor, down: Tensor, alpha: float | None):
+    def __init__(self, up: Tensor, down: Tensor, alpha: float | None) -> None:
         self.weights = (up, down, alpha, None, None, None)
 
     def calculate_weight(self, weight: Tensor, key: str, strength: float) -> Tensor:
@@ -96,7 +96,9 @@ def calculate_weight(patches: list[tuple], weight: Tensor, key: str, original_we
             patch.calculate_weight(part, key, strength)
         elif patch[0] == "diff":
             if patch[1][0].shape != part.shape:
-                raise RuntimeError(f"difference of shape {tuple(patch[1][0].shape)} for a weight of {tuple(part.shape)}")
+                raise RuntimeError(
+                    f"difference of shape {tuple(patch[1][0].shape)} for a weight of {tuple(part.shape)}"
+                )
             part += strength * patch[1][0].to(part)
         elif patch[0] == "set":
             part.copy_(patch[1][0])

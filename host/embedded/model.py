@@ -86,7 +86,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, pe: Tensor) -> Tensor:
 
 
 class MLPEmbedder(nn.Module):
-    def __init__(self, in_dim: int, hidden: int, ops: Any):
+    def __init__(self, in_dim: int, hidden: int, ops: Any) -> None:
         super().__init__()
         self.in_layer = ops.Linear(in_dim, hidden)
         self.out_layer = ops.Linear(hidden, hidden)
@@ -96,14 +96,14 @@ class MLPEmbedder(nn.Module):
 
 
 class QKNorm(nn.Module):
-    def __init__(self, dim: int):
+    def __init__(self, dim: int) -> None:
         super().__init__()
         self.query_norm = nn.RMSNorm(dim)
         self.key_norm = nn.RMSNorm(dim)
 
 
 class SelfAttention(nn.Module):
-    def __init__(self, hidden: int, heads: int, ops: Any):
+    def __init__(self, hidden: int, heads: int, ops: Any) -> None:
         super().__init__()
         self.heads = heads
         self.qkv = ops.Linear(hidden, 3 * hidden)
@@ -120,7 +120,7 @@ def split_heads(qkv: Tensor, heads: int, norm: QKNorm) -> tuple[Tensor, Tensor, 
 
 
 class Modulation(nn.Module):
-    def __init__(self, hidden: int, parts: int, ops: Any):
+    def __init__(self, hidden: int, parts: int, ops: Any) -> None:
         super().__init__()
         self.parts = parts
         self.lin = ops.Linear(hidden, parts * hidden)
@@ -138,7 +138,7 @@ def mlp(hidden: int, ops: Any) -> nn.Sequential:
 
 
 class DoubleStreamBlock(nn.Module):
-    def __init__(self, hidden: int, heads: int, ops: Any):
+    def __init__(self, hidden: int, heads: int, ops: Any) -> None:
         super().__init__()
         for stream in ("img", "txt"):
             setattr(self, f"{stream}_mod", Modulation(hidden, 6, ops))
@@ -161,7 +161,7 @@ class DoubleStreamBlock(nn.Module):
 
 
 class SingleStreamBlock(nn.Module):
-    def __init__(self, hidden: int, heads: int, ops: Any):
+    def __init__(self, hidden: int, heads: int, ops: Any) -> None:
         super().__init__()
         self.hidden, self.heads = hidden, heads
         self.linear1 = ops.Linear(hidden, 7 * hidden)
@@ -177,7 +177,7 @@ class SingleStreamBlock(nn.Module):
 
 
 class LastLayer(nn.Module):
-    def __init__(self, hidden: int, out_dim: int, ops: Any):
+    def __init__(self, hidden: int, out_dim: int, ops: Any) -> None:
         super().__init__()
         self.linear = ops.Linear(hidden, out_dim)
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), ops.Linear(hidden, 2 * hidden))
@@ -188,9 +188,9 @@ class LastLayer(nn.Module):
 
 
 class Flux(nn.Module):
-    """x [n, channels, h, w], timestep [n] in 0..1, context [n, words, context_dim], y [n, vec_dim] -> [n, channels, h, w]."""
+    """x [n, c, h, w], timestep [n] in 0..1, context [n, words, context_dim], y [n, dim] -> velocity [n, c, h, w]."""
 
-    def __init__(self, config: FluxConfig, ops: Any = float_ops):
+    def __init__(self, config: FluxConfig, ops: Any = float_ops) -> None:
         super().__init__()
         hidden, heads = config.hidden, config.heads
         self.config = config
@@ -239,7 +239,7 @@ class Flux(nn.Module):
 
 
 class FlowSampling:
-    """Rectified flow: x = sigma * noise + (1 - sigma) * data; the model predicts noise - data. Shift 1, as in schnell."""
+    """Rectified flow: x = sigma * noise + (1 - sigma) * data, predicted is noise - data. Shift 1, as in schnell."""
 
     sigma_max = 1.0
     sigmas = torch.arange(1, 1001) / 1000
@@ -255,7 +255,7 @@ class FluxModel(nn.Module):
     latent_channels = 16
     scale_factor, shift_factor = 0.3611, 0.1159
 
-    def __init__(self, diffusion_model: Flux):
+    def __init__(self, diffusion_model: Flux) -> None:
         super().__init__()
         self.diffusion_model = diffusion_model
         self.model_sampling = FlowSampling()
@@ -286,6 +286,8 @@ class FluxModel(nn.Module):
         executor = WrapperExecutor(self._apply_model, self, get_all_wrappers(WrappersMP.APPLY_MODEL, options))
         return executor.execute(x, t, c_concat, c_crossattn, control, options, **conds)
 
-    def _apply_model(self, x: Tensor, t: Tensor, _concat: None, context: Tensor, control: Any, options: dict, y: Tensor) -> Tensor:
+    def _apply_model(
+        self, x: Tensor, t: Tensor, _concat: None, context: Tensor, control: Any, options: dict, y: Tensor
+    ) -> Tensor:
         velocity = self.diffusion_model(x, t, context, y, control=control, transformer_options=options)
         return x - velocity.float() * t.view(-1, 1, 1, 1)

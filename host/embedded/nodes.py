@@ -174,7 +174,13 @@ def save_image(images: Tensor, filename_prefix: str = "ComfyUI") -> tuple:
 
 @node(
     "LoraLoader",
-    [io.Model.Input("model"), io.Clip.Input("clip"), _lora_name, _strength("strength_model"), _strength("strength_clip")],
+    [
+        io.Model.Input("model"),
+        io.Clip.Input("clip"),
+        _lora_name,
+        _strength("strength_model"),
+        _strength("strength_clip"),
+    ],
     [io.Model.Output(), io.Clip.Output()],
 )
 def lora_loader(model: Any, clip: Any, lora_name: str, strength_model: float, strength_clip: float) -> tuple:

@@ -23,7 +23,7 @@ Linear = nn.Linear
 class QuantLinear(nn.Module):
     """A Linear whose weight may be a QuantizedTensor; which, the checkpoint says per layer (`comfy_quant`)."""
 
-    def __init__(self, in_features: int, out_features: int):
+    def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
@@ -51,7 +51,9 @@ class QuantLinear(nn.Module):
         """Quantized -> float in its logical dtype; a plain weight is returned as it is."""
         return weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
 
-    def set_weight(self, weight: Tensor, inplace_update: bool = False, seed: int = 0, return_weight: bool = False) -> Tensor | None:
+    def set_weight(
+        self, weight: Tensor, inplace_update: bool = False, seed: int = 0, return_weight: bool = False
+    ) -> Tensor | None:
         """Quantize `weight` with this layer's own options, rounding by chance if `seed` > 0.
 
         May change `weight`. Returns the new weight (`return_weight`) or installs it.

@@ -48,7 +48,14 @@ def get_module(model: nn.Module, key: str) -> tuple[nn.Module, str]:
 
 
 class ModelPatcher:
-    def __init__(self, model: nn.Module, load_device: torch.device = CPU, offload_device: torch.device = CPU, size: int = 0, **_: Any):
+    def __init__(
+        self,
+        model: nn.Module,
+        load_device: torch.device = CPU,
+        offload_device: torch.device = CPU,
+        size: int = 0,
+        **_: Any,
+    ) -> None:
         self.model = model
         self.load_device, self.offload_device, self.size = load_device, offload_device, size
         self.patches: dict[str, list[tuple]] = {}
@@ -102,7 +109,9 @@ class ModelPatcher:
 
     # ---- weights
 
-    def add_patches(self, patches: dict[Any, Any], strength_patch: float = 1.0, strength_model: float = 1.0) -> list[Any]:
+    def add_patches(
+        self, patches: dict[Any, Any], strength_patch: float = 1.0, strength_model: float = 1.0
+    ) -> list[Any]:
         """Merge patches at the next load. Returns the keys that this model has."""
         parameters = dict(self.model.named_parameters())
         added = []
@@ -196,7 +205,11 @@ class ModelPatcher:
     # ---- conditioning hooks
 
     def register_all_hook_patches(
-        self, hooks: HookGroup, target_dict: dict, model_options: dict | None = None, registered: HookGroup | None = None
+        self,
+        hooks: HookGroup,
+        target_dict: dict,
+        model_options: dict | None = None,
+        registered: HookGroup | None = None,
     ) -> HookGroup:
         """Make the patches of all weight hooks known; returns the hooks that this model takes."""
         registered = HookGroup() if registered is None else registered
@@ -224,13 +237,17 @@ class ModelPatcher:
         if self.hook_patches_backup is not None:
             self.hook_patches, self.hook_patches_backup = self.hook_patches_backup, None
 
-    def prepare_hook_patches_current_keyframe(self, t: Tensor, hook_group: HookGroup, model_options: dict[str, Any]) -> None:
+    def prepare_hook_patches_current_keyframe(
+        self, t: Tensor, hook_group: HookGroup, model_options: dict[str, Any]
+    ) -> None:
         for hook in hook_group.hooks:
             if not hook.hook_keyframe.is_empty():
                 hook.hook_keyframe.prepare_current_keyframe(t[0], model_options.get("transformer_options", {}))
                 self.current_hooks = None
 
-    def apply_hooks(self, hooks: HookGroup | None, transformer_options: dict | None = None, force_apply: bool = False) -> dict[str, Any]:
+    def apply_hooks(
+        self, hooks: HookGroup | None, transformer_options: dict | None = None, force_apply: bool = False
+    ) -> dict[str, Any]:
         """Merge exactly `hooks` into the weights; returns their transformer options."""
         if hooks is not self.current_hooks or force_apply or hooks is None:
             self.patch_hooks(hooks)

@@ -65,7 +65,9 @@ def quantize_weight(weight: Tensor, name: str) -> dict[str, Tensor]:
         parts = {"weight": comfy_kitchen.quantize_per_tensor_fp8(weight, scale, FP8[name]), "weight_scale": scale}
     else:
         options = {"per_channel": name != "int8_tensorwise", "convrot": name == "int8_convrot"}
-        parts = QuantizedTensor.from_float(weight, "TensorWiseINT8Layout", scale="recalculate", **options).state_dict("weight")
+        parts = QuantizedTensor.from_float(weight, "TensorWiseINT8Layout", scale="recalculate", **options).state_dict(
+            "weight"
+        )
     spec = json.dumps(FORMATS[name]).encode()
     return {**parts, "comfy_quant": torch.tensor(list(spec), dtype=torch.uint8)}
 

@@ -28,7 +28,7 @@ def run_prompt(prompt: Prompt, out_dir: Path, progress: Callable[[int, int], Non
 class Runner:
     """Keeps node outputs between prompts: a node runs again only if something it depends on changed."""
 
-    def __init__(self, node_classes: list[type[io.ComfyNode]] | None = None):
+    def __init__(self, node_classes: list[type[io.ComfyNode]] | None = None) -> None:
         if node_classes is None:
             from ...nodes import NODES
 
@@ -138,7 +138,9 @@ def _expanded(inputs: list[io.Input]) -> list[io.Input]:
             continue
         for i in range(spec.template.max):
             optional = i >= spec.template.min or spec.template.input.optional
-            out.append(io.Input(f"{spec.id}.{spec.template.prefix}{i}", optional=optional, io_type=spec.template.input.io_type))
+            out.append(
+                io.Input(f"{spec.id}.{spec.template.prefix}{i}", optional=optional, io_type=spec.template.input.io_type)
+            )
     return out
 
 
@@ -195,7 +197,7 @@ def _call_with_known(validate: Callable, widgets: dict[str, Any]) -> bool | str:
 
 def _check_cycle(node_id: str, prompt: Prompt, path: list[str]) -> None:
     if node_id in path:
-        raise HooklineError(f"the prompt goes in a circle: {' -> '.join([*path[path.index(node_id):], node_id])}")
+        raise HooklineError(f"the prompt goes in a circle: {' -> '.join([*path[path.index(node_id) :], node_id])}")
     for value in prompt[node_id]["inputs"].values():
         if _is_link(value):
             _check_cycle(value[0], prompt, [*path, node_id])

@@ -51,7 +51,7 @@ def fix_empty_latent(model: ModelPatcher, latent: Tensor) -> Tensor:
 class CONDRegular:
     """A tensor [1 or n, ...] that is repeated to the batch and joined with others of its shape."""
 
-    def __init__(self, cond: Tensor):
+    def __init__(self, cond: Tensor) -> None:
         self.cond = cond
 
     def process_cond(self, batch_size: int, **_: Any) -> CONDRegular:
@@ -176,13 +176,17 @@ def _feather(mult: Tensor, area: tuple, full: torch.Size) -> None:
 # ---- model calls
 
 
-def calc_cond_batch(model: Any, conds: list[list[dict] | None], x: Tensor, sigma: Tensor, model_options: dict) -> list[Tensor]:
+def calc_cond_batch(
+    model: Any, conds: list[list[dict] | None], x: Tensor, sigma: Tensor, model_options: dict
+) -> list[Tensor]:
     """Denoised latents per side: prompts of one hook group and shape share a forward."""
     wrappers = get_all_wrappers(WrappersMP.CALC_COND_BATCH, model_options, is_model_options=True)
     return WrapperExecutor(_calc_cond_batch, None, wrappers).execute(model, conds, x, sigma, model_options)
 
 
-def _calc_cond_batch(model: Any, conds: list[list[dict] | None], x: Tensor, sigma: Tensor, model_options: dict) -> list[Tensor]:
+def _calc_cond_batch(
+    model: Any, conds: list[list[dict] | None], x: Tensor, sigma: Tensor, model_options: dict
+) -> list[Tensor]:
     patcher = model.current_patcher
     groups: dict[HookGroup | None, list[CondRow]] = {}
     sums = [torch.zeros_like(x) for _ in conds]
@@ -200,7 +204,9 @@ def _calc_cond_batch(model: Any, conds: list[list[dict] | None], x: Tensor, sigm
                 add(cond_row(cond, x, sigma, side))
     for side, side_conds in enumerate(conds):
         defaults = [cond for cond in side_conds or () if "default" in cond]
-        rest = _left_over(x, [row for rows in groups.values() for row in rows if row.side == side]) if defaults else None
+        rest = (
+            _left_over(x, [row for rows in groups.values() for row in rows if row.side == side]) if defaults else None
+        )
         for cond in defaults:
             row = cond_row(cond, x, sigma, side)
             if row is not None and rest.max() > 0:
@@ -245,7 +251,9 @@ def _can_join(a: CondRow, b: CondRow) -> bool:
     )
 
 
-def _forward(model: Any, patcher: ModelPatcher, hooks: HookGroup | None, rows: list[CondRow], sigma: Tensor, model_options: dict) -> tuple[Tensor, ...]:
+def _forward(
+    model: Any, patcher: ModelPatcher, hooks: HookGroup | None, rows: list[CondRow], sigma: Tensor, model_options: dict
+) -> tuple[Tensor, ...]:
     first = rows[0].model_conds
     inputs = {key: value.concat([row.model_conds[key] for row in rows[1:]]) for key, value in first.items()}
     options = merge_options(patcher.apply_hooks(hooks), model_options.get("transformer_options", {}))
@@ -254,7 +262,9 @@ def _forward(model: Any, patcher: ModelPatcher, hooks: HookGroup | None, rows: l
     x, t = torch.cat([row.x for row in rows]), torch.cat([sigma] * len(rows))
     wrapper = model_options.get("model_function_wrapper")
     if wrapper is not None:
-        out = wrapper(model.apply_model, {"input": x, "timestep": t, "c": inputs, "cond_or_uncond": options["cond_or_uncond"]})
+        out = wrapper(
+            model.apply_model, {"input": x, "timestep": t, "c": inputs, "cond_or_uncond": options["cond_or_uncond"]}
+        )
     else:
         out = model.apply_model(x, t, **inputs)
     return out.chunk(len(rows))
@@ -266,7 +276,7 @@ def _forward(model: Any, patcher: ModelPatcher, hooks: HookGroup | None, rows: l
 class CFGGuider:
     """Classifier-free guidance over one model: positive and negative conditioning, scale `cfg`."""
 
-    def __init__(self, model_patcher: ModelPatcher, positive: list, negative: list, cfg: float):
+    def __init__(self, model_patcher: ModelPatcher, positive: list, negative: list, cfg: float) -> None:
         self.model_patcher, self.cfg = model_patcher, cfg
         self.model_options = model_patcher.model_options
         self.original_conds = {"positive": convert_cond(positive), "negative": convert_cond(negative)}
@@ -278,7 +288,9 @@ class CFGGuider:
 
     def _predict(self, x: Tensor, sigma: Tensor, model_options: dict) -> Tensor:
         negative = None if math.isclose(self.cfg, 1.0) else self.conds["negative"]
-        cond, uncond = calc_cond_batch(self.model_patcher.model, [self.conds["positive"], negative], x, sigma, model_options)
+        cond, uncond = calc_cond_batch(
+            self.model_patcher.model, [self.conds["positive"], negative], x, sigma, model_options
+        )
         return uncond + (cond - uncond) * self.cfg
 
     def sample(self, noise: Tensor, latent: Tensor, sigmas: Tensor, callback: Callable | None = None) -> Tensor:
@@ -294,7 +306,9 @@ class CFGGuider:
                 for hook in cond["hooks"].hooks if cond.get("hooks") else ():
                     hooks.add(hook)
             target = create_target_dict(EnumWeightTarget.Model)
-            self.model_options["registered_hooks"] = patcher.register_all_hook_patches(hooks, target, self.model_options)
+            self.model_options["registered_hooks"] = patcher.register_all_hook_patches(
+                hooks, target, self.model_options
+            )
             executor = WrapperExecutor(self._outer_sample, self, get_all_wrappers(WrappersMP.OUTER_SAMPLE, options))
             return executor.execute(noise, latent, sigmas, callback)
         finally:
@@ -328,7 +342,9 @@ class CFGGuider:
                 hook.initialize_timesteps(self.model_patcher.model)
 
 
-def euler(denoise: Callable[[Tensor, Tensor], Tensor], x: Tensor, sigmas: Tensor, callback: Callable | None = None) -> Tensor:
+def euler(
+    denoise: Callable[[Tensor, Tensor], Tensor], x: Tensor, sigmas: Tensor, callback: Callable | None = None
+) -> Tensor:
     """Euler's method along `sigmas`; `callback(step, denoised, x, total steps)` after each model call."""
     ones = x.new_ones(x.shape[0])
     for i in range(len(sigmas) - 1):
@@ -355,7 +371,7 @@ def sample(
     start_step: int | None = None,
     last_step: int | None = None,
 ) -> Tensor:
-    """Noise and latent [n, c, h, w] -> latent in the VAE's scale (`comfy.sample.sample`). `seed` is for other samplers."""
+    """Noise and latent [n, c, h, w] -> latent in the VAE's scale (`comfy.sample.sample`). `seed` serves others."""
     sampling = model.get_model_object("model_sampling")
     total = steps if denoise > 0.9999 else int(steps / denoise)
     sigmas = calculate_sigmas(sampling, scheduler, total)[-(steps + 1) :]

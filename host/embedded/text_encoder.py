@@ -11,7 +11,7 @@ from .patcher import ModelPatcher, load_models
 
 
 class CLIP:
-    def __init__(self, cond_stage_model: nn.Module, tokenizer: Any, patcher: ModelPatcher):
+    def __init__(self, cond_stage_model: nn.Module, tokenizer: Any, patcher: ModelPatcher) -> None:
         self.cond_stage_model, self.tokenizer, self.patcher = cond_stage_model, tokenizer, patcher
         self.apply_hooks_to_conds = None
         self.use_clip_schedule = False
@@ -31,7 +31,9 @@ class CLIP:
         load_models([self.patcher])
         return self.patcher
 
-    def encode_from_tokens(self, tokens: dict[str, list], return_pooled: bool = False, return_dict: bool = False) -> Any:
+    def encode_from_tokens(
+        self, tokens: dict[str, list], return_pooled: bool = False, return_dict: bool = False
+    ) -> Any:
         """Tokens -> context [1, words, dim]; with it the pooled [1, dim], or a dict of both and the hooks."""
         self.load_model(tokens)
         context, pooled = self.cond_stage_model.encode_token_weights(tokens)[:2]
@@ -39,7 +41,9 @@ class CLIP:
             return self.add_hooks_to_dict({"cond": context, "pooled_output": pooled})
         return (context, pooled) if return_pooled else context
 
-    def encode_from_tokens_scheduled(self, tokens: dict[str, list], add_dict: dict[str, Any] | None = None) -> list[list]:
+    def encode_from_tokens_scheduled(
+        self, tokens: dict[str, list], add_dict: dict[str, Any] | None = None
+    ) -> list[list]:
         """Tokens -> CONDITIONING; one entry per range of the hooks' schedule when the text encoder follows it."""
         add_dict = add_dict or {}
         hooks = self.patcher.forced_hooks

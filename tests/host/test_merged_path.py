@@ -188,7 +188,9 @@ class Boom:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt()])
-def test_s4_failing_at_any_layer_changes_nothing(lab: Any, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+def test_s4_failing_at_any_layer_changes_nothing(
+    lab: Any, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
     model, hooks = lab.model(quantizer("float8_e4m3fn")), lab.hooks(lab.inverted)
     conds = lab.cond(1, hooks=hooks), lab.cond(2)
     layers = len(apply_hookline(model).known(hooks.hooks[0]).mapping.patches)

@@ -43,7 +43,7 @@ def test_r86_split_sampling_gives_each_step_the_strength_of_the_unsplit_run(lab:
     half = lab.sample(hooked, *conds, steps=8, last_step=3)
     out = lab.sample(hooked, *conds, steps=8, start_step=3, latent=half)
     assert trace == whole and len(whole) == 8
-    # Between the stages the latent is scaled to the VAE's range, divided by 1 - sigma, and back: a few float32 roundings.
+    # Between the stages the latent is scaled to the VAE's range, divided by 1 - sigma, and back: a few roundings.
     torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
 
 

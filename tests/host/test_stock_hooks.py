@@ -89,7 +89,11 @@ def test_masks_areas_and_time_ranges_keep_their_meaning(lab: Any) -> None:
     model, hooks = lab.model(), lab.hooks(lab.inverted)
     mask = torch.zeros(1, 8, 16)
     mask[..., 8:] = 1
-    for props in ({"mask": mask, "set_cond_area": "mask bounds"}, {"timesteps": (0.5, 1.0)}, {"mask": mask, "strength": 0.5}):
+    for props in (
+        {"mask": mask, "set_cond_area": "mask bounds"},
+        {"timesteps": (0.5, 1.0)},
+        {"mask": mask, "strength": 0.5},
+    ):
         positive = [*lab.cond(1), *lab.cond(2, hooks=hooks, **props)]
         expected = lab.sample(model, positive, lab.cond(3), size=(8, 16), steps=4)
         out = lab.sample(apply_hookline(model), positive, lab.cond(3), size=(8, 16), steps=4)

@@ -65,7 +65,9 @@ def test_no_hooks_pass_the_clip_through(lab: Any, clip: Any) -> None:
 
 
 def test_schedule_encodes_once_per_strength(lab: Any, clip: Any) -> None:
-    hooks = with_keyframes(lab.hooks(lab.bold_next, 0.0, 1.0), ScheduleKeyframes(parse("0: 1, 0.4: 0.5 hold, 0.7: 0 hold")))
+    hooks = with_keyframes(
+        lab.hooks(lab.bold_next, 0.0, 1.0), ScheduleKeyframes(parse("0: 1, 0.4: 0.5 hold, 0.7: 0 hold"))
+    )
     entries = encode(set_hooks(lab, clip, hooks, schedule_clip=True))
     ranges = [(options["clip_start_percent"], options["clip_end_percent"]) for _, options in entries]
     assert ranges == [(0.0, 0.4), (0.4, 0.7), (0.7, 1.0)]

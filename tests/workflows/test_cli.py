@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from hookline import host
-from hookline.errors import HooklineError
+from hookline.cli import main
 
 PROMPT = Path(__file__).parents[2] / "example_workflows" / "api" / "two_regions.json"
 
@@ -42,7 +42,7 @@ def test_writes_picture_and_report(lab: Any, tmp_path: Path) -> None:
     assert loras == [lab.inverted, lab.slanted]
     assert all(group["path"] and group["reason"] and group["layers"] == 26 for group in sampling["groups"])
     assert sampling["ms_per_step"] > 0 and sampling["bytes_cached"] > 0
-    assert sampling["loras"] == {name: "26 of 26 layers matched" for name in loras}
+    assert sampling["loras"] == dict.fromkeys(loras, "26 of 26 layers matched")
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,12 @@ def check_refused(done: subprocess.CompletedProcess[str], message: str) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "No such file"), ("{", "not JSON"), ("[1]", "not an API prompt"), ('{"1": {"type": "x"}}', "not an API prompt")],
+    [
+        (None, "No such file"),
+        ("{", "not JSON"),
+        ("[1]", "not an API prompt"),
+        ('{"1": {"type": "x"}}', "not an API prompt"),
+    ],
 )
 def test_bad_prompt_files(lab: Any, tmp_path: Path, content: str | None, message: str) -> None:
     path = tmp_path / "prompt.json"
@@ -79,19 +84,22 @@ def test_bad_prompt_files(lab: Any, tmp_path: Path, content: str | None, message
     check_refused(run(lab, tmp_path, prompt=path), message)
 
 
-def test_unreadable_and_unmatched_loras_change_nothing(lab: Any, tmp_path: Path) -> None:
+def test_unreadable_and_unmatched_loras_change_nothing(lab: Any, tmp_path: Path, capsys: Any) -> None:
+    """In this process, where the host can be shown a folder with bad files."""
     host.add_files("loras", tmp_path)
     (tmp_path / "unreadable.safetensors").write_bytes(b"<html>")
     save_file({"lora_unet_down_blocks_0.lora_up.weight": torch.ones(2, 2)}, tmp_path / "elsewhere.safetensors")
-    runner, prompt = lab.runner(), json.loads(PROMPT.read_text())
-    (before,) = runner.run(prompt, tmp_path)
+    arguments = ["run", str(PROMPT), "--host", lab.name, "--set", "15.steps=2", "--out"]
+    assert main([*arguments, str(tmp_path / "before")]) == 0
     for name, message in (
-        ("unreadable", r"node 3 \(HooklineCreateLora\): LoRA 'unreadable.safetensors' can't be read"),
-        ("elsewhere", r"node 15 \(KSampler\): LoRA 'elsewhere.safetensors': 0 of 1 layers matched"),
+        ("unreadable", "node 3 (HooklineCreateLora): LoRA 'unreadable.safetensors' can't be read"),
+        ("elsewhere", "node 15 (KSampler): LoRA 'elsewhere.safetensors': 0 of 1 layers matched"),
     ):
-        prompt["3"]["inputs"]["lora_name"] = f"{name}.safetensors"
-        with pytest.raises(HooklineError, match=message):
-            runner.run(prompt, tmp_path)
-    prompt["3"]["inputs"]["lora_name"] = lab.inverted
-    (after,) = runner.run({**prompt, "15": {**prompt["15"]}}, tmp_path / "again")
-    assert Image.open(before).tobytes() == Image.open(after).tobytes()
+        capsys.readouterr()
+        code = main([*arguments, str(tmp_path / name), "--set", f"3.lora_name={name}.safetensors"])
+        lines = [line for line in capsys.readouterr().err.splitlines() if "hookline: " in line or "Traceback" in line]
+        assert code == 2 and len(lines) == 1 and message in lines[0]
+        assert not list((tmp_path / name).glob("*.png"))
+    assert main([*arguments, str(tmp_path / "after")]) == 0
+    before, after = (Image.open(next((tmp_path / name).glob("*.png"))) for name in ("before", "after"))
+    assert before.tobytes() == after.tobytes()

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from measures import brightness, inked, read_digit, slant
 from PIL import Image
 from torch import Tensor
 
 from hookline.host import listen
-from measures import brightness, inked, read_digit, slant
 
 PROMPTS = Path(__file__).parents[2] / "example_workflows" / "api"
 

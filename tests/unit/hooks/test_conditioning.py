@@ -30,7 +30,9 @@ def test_inputs_stay_as_they_are() -> None:
 
 def test_mask_strength_area_and_time_range() -> None:
     mask = torch.ones(8, 8)
-    ((_, options),) = set_props([entry()], mask=mask, strength=0.5, set_cond_area="mask bounds", timesteps=(0.1, 0.9))[0]
+    ((_, options),) = set_props([entry()], mask=mask, strength=0.5, set_cond_area="mask bounds", timesteps=(0.1, 0.9))[
+        0
+    ]
     assert torch.equal(options["mask"], mask[None])
     assert (options["mask_strength"], options["set_area_to_bounds"]) == (0.5, True)
     assert (options["start_percent"], options["end_percent"]) == (0.1, 0.9)

@@ -102,7 +102,10 @@ def test_clone_of_a_hook_knows_its_file(folder: Path) -> None:
 
 def test_mapping_reports_matched_and_unmatched() -> None:
     model = torch.nn.ModuleDict({"diffusion_model": torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4)})})
-    tensors = good() | {"diffusion_model.gone.lora_A.weight": torch.ones(2, 4), "diffusion_model.gone.alpha": torch.ones(())}
+    tensors = good() | {
+        "diffusion_model.gone.lora_A.weight": torch.ones(2, 4),
+        "diffusion_model.gone.alpha": torch.ones(()),
+    }
     mapping = map_lora(tensors, model, EnumWeightTarget.Model)
     assert (mapping.matched, mapping.total, mapping.unmatched) == (1, 2, ["diffusion_model.gone"])
     assert mapping.patches.keys() == {"diffusion_model.a.weight"}
@@ -111,8 +114,10 @@ def test_mapping_reports_matched_and_unmatched() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["l.lora_A.weight", "l.lora_up.weight", "l.alpha", "l.lora.down.weight", "l_lora.up.weight", "l.diff_b", "l.hada_w1_a",
-     "l.lokr_w2", "l.lora_B.default.weight", "l.dora_scale", "l.oft_blocks", "l.w_norm"],
-)  # fmt: skip
+    [
+        *("l.lora_A.weight", "l.lora_up.weight", "l.alpha", "l.lora.down.weight", "l_lora.up.weight", "l.diff_b"),
+        *("l.hada_w1_a", "l.lokr_w2", "l.lora_B.default.weight", "l.dora_scale", "l.oft_blocks", "l.w_norm"),
+    ],
+)
 def test_layer_names(name: str) -> None:
     assert layer_name(name) == "l"

@@ -37,7 +37,9 @@ class Sum(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         template = io.Autogrow.TemplatePrefix(io.Custom("NUMBER").Input("n"), prefix="n_", min=1, max=3)
-        return io.Schema("Sum", inputs=[io.Autogrow.Input("numbers", template=template)], outputs=[], is_output_node=True)
+        return io.Schema(
+            "Sum", inputs=[io.Autogrow.Input("numbers", template=template)], outputs=[], is_output_node=True
+        )
 
     @classmethod
     def execute(cls, numbers: dict[str, int]) -> io.NodeOutput:
@@ -114,6 +116,9 @@ def test_circle(tmp_path: Path) -> None:
             number = io.Custom("NUMBER")
             return io.Schema("Loop", inputs=[number.Input("n")], outputs=[number.Output()], is_output_node=True)
 
-    nodes = {"a": {"class_type": "Loop", "inputs": {"n": ["b", 0]}}, "b": {"class_type": "Loop", "inputs": {"n": ["a", 0]}}}
+    nodes = {
+        "a": {"class_type": "Loop", "inputs": {"n": ["b", 0]}},
+        "b": {"class_type": "Loop", "inputs": {"n": ["a", 0]}},
+    }
     with pytest.raises(HooklineError, match="circle: a -> b -> a"):
         Runner([Loop]).run(nodes, tmp_path)
