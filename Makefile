@@ -23,7 +23,7 @@ else
 endif
 
 test-comfyui: $(COMFY_VENV)/.ready
-	HOOKLINE_TEST_HOST=comfyui COMFYUI_PATH=$(COMFYUI) $(COMFY_VENV)/bin/pytest -q tests/host tests/workflows
+	HOOKLINE_TEST_HOST=comfyui COMFYUI_PATH=$(COMFYUI) $(COMFY_VENV)/bin/python -m pytest -q tests/host tests/workflows
 
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff check .
@@ -49,8 +49,9 @@ $(VENV)/.ready: pyproject.toml
 $(COMFY_VENV)/.ready: $(VENV)/.ready
 	test -n "$(COMFYUI)" || (echo "ComfyUI not found: set COMFYUI_PATH" && false)
 	$(PYTHON) -m venv $(COMFY_VENV)
-	$(COMFY_VENV)/bin/python -c "import site, glob; open(site.getsitepackages()[0] + '/base.pth', 'w').write(glob.glob('$(abspath $(VENV))/lib/python*/site-packages')[0])"
+	echo "import site; site.addsitedir('$(wildcard $(abspath $(VENV))/lib/python*/site-packages)')" > $(COMFY_VENV)/base.pth
+	mv $(COMFY_VENV)/base.pth $(COMFY_VENV)/lib/python*/site-packages/
 	grep -v '^torch' $(COMFYUI)/requirements.txt > $(COMFY_VENV)/requirements.txt
-	$(COMFY_VENV)/bin/pip install -q -r $(COMFY_VENV)/requirements.txt pytest
+	$(COMFY_VENV)/bin/pip install -q -r $(COMFY_VENV)/requirements.txt
 	$(COMFY_VENV)/bin/pip install -q torchsde torchvision
 	touch $@

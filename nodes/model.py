@@ -6,6 +6,7 @@ from typing import Any
 
 from ..host import io
 from ..patcher.model_patcher import apply_hookline
+from ..patcher.plan import PATHS
 
 
 class Apply(io.ComfyNode):
@@ -17,13 +18,23 @@ class Apply(io.ComfyNode):
             category="hookline/model",
             description="Let Hookline apply the hooks of the conditioning to this model, ComfyUI's own hooks included.",
             search_aliases=["hookline", "enable hooks", "hook engine"],
-            inputs=[io.Model.Input("model", tooltip="The model that will be sampled. It is not changed.")],
+            inputs=[
+                io.Model.Input("model", tooltip="The model that will be sampled. It is not changed."),
+                io.Combo.Input(
+                    "path",
+                    options=list(PATHS),
+                    default="auto",
+                    tooltip="How LoRAs act. side_path: computed beside the layers: prompts with different LoRAs "
+                    "share a model call and no weight is touched. merged: in replacement weights, one set at a time, "
+                    "bit for bit like the LoRA loader. auto: side_path wherever a LoRA has such a form, else merged.",
+                ),
+            ],
             outputs=[io.Model.Output(tooltip="The model for the sampler.")],
         )
 
     @classmethod
-    def execute(cls, model: Any) -> io.NodeOutput:
-        return io.NodeOutput(apply_hookline(model))
+    def execute(cls, model: Any, path: str = "auto") -> io.NodeOutput:
+        return io.NodeOutput(apply_hookline(model, path))
 
 
 NODES = [Apply]

@@ -9,18 +9,19 @@ import torch
 
 from .. import host
 from .merge import MergedSet
+from .side_path import SideSet
 
 
 class GroupCache:
     def __init__(self) -> None:
-        self._sets: OrderedDict[Hashable, MergedSet] = OrderedDict()
+        self._sets: OrderedDict[Hashable, MergedSet | SideSet] = OrderedDict()
 
     @property
     def bytes(self) -> int:
         """Bytes held, every component tensor counted."""
         return sum(merged.bytes for merged in self._sets.values())
 
-    def get(self, key: Hashable) -> MergedSet | None:
+    def get(self, key: Hashable) -> MergedSet | SideSet | None:
         """The set, if its base parameters are still those of the model; a stale one is dropped."""
         merged = self._sets.get(key)
         if merged is not None and not merged.fits():
@@ -30,7 +31,7 @@ class GroupCache:
             self._sets.move_to_end(key)
         return merged
 
-    def put(self, key: Hashable, merged: MergedSet, device: torch.device) -> None:
+    def put(self, key: Hashable, merged: MergedSet | SideSet, device: torch.device) -> None:
         """Keep a complete set if it fits, at the expense of those not used for longest; otherwise keep it out.
 
         The budget is half of the memory that would be free on `device` without the cache.

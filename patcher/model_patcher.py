@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
 from .. import host
@@ -16,9 +19,13 @@ from ..hooks.keyframes import strength_at
 from ..hooks.lora import LoraMapping, content_digest, is_for_text_encoder, map_lora, weight_key
 from ..host import CallbacksMP, EnumHookType, EnumWeightTarget, HookGroup, PatcherInjection, WeightHook, WrappersMP
 from . import sampling
+from .adapters import NotAdditive
 from .cache import GroupCache
-from .merge import Journal, MergedSet, Patch, build
-from .plan import RunReport
+from .merge import Journal, MergedSet, Patch
+from .merge import build as build_merged
+from .plan import Plan, RunReport
+from .side_path import Bank, Entry, Layers
+from .side_path import build as build_side
 
 KEY = "hookline"
 """Our key in wrapper, callback and injection registries."""
@@ -32,6 +39,13 @@ class ModelState:
         self.cache = GroupCache()
         self.known: WeakKeyDictionary[Any, KnownHook] = WeakKeyDictionary()
         self.report = RunReport()
+        self.layers = Layers()
+        self.unreachable: set[str] = set()
+        self.bank = Bank()
+        # For the run in progress: entries by number, their numbers by content, plans by content.
+        self.entries: list[Entry] = [Entry(None)]
+        self.numbers: dict[tuple, int] = {}
+        self.plans: dict[tuple, Plan] = {}
 
     @staticmethod
     def of(model: nn.Module) -> ModelState:
@@ -55,6 +69,10 @@ class HookModelPatcher(host.ModelPatcher):
 
     position: tuple[float, list[float]] = (0.0, [])
     """Sigma of the current model call and the sigmas of the run."""
+    path: str = "auto"
+    """What the user asked for: auto, side_path or merged."""
+    isolated: bool = False
+    """One set per forward, since rows could not be told apart in this run."""
 
     @property
     def state(self) -> ModelState:
@@ -63,6 +81,7 @@ class HookModelPatcher(host.ModelPatcher):
     def set_up(self) -> HookModelPatcher:
         for place, wrapper in (
             (WrappersMP.OUTER_SAMPLE, sampling.outer_sample),
+            (WrappersMP.CALC_COND_BATCH, sampling.calc_cond_batch),
             (WrappersMP.APPLY_MODEL, sampling.apply_model),
         ):
             self.remove_wrappers_with_key(place, KEY)
@@ -71,6 +90,11 @@ class HookModelPatcher(host.ModelPatcher):
         self.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, _drop_cache)
         self.set_injections(KEY, [PatcherInjection(inject=_inject, eject=_eject)])
         return self
+
+    def clone(self, *args: Any, **kwargs: Any) -> HookModelPatcher:
+        copy = super().clone(*args, **kwargs)
+        copy.path = self.path
+        return copy
 
     # ---- hooks of a run
 
@@ -120,7 +144,10 @@ class HookModelPatcher(host.ModelPatcher):
     def prepare_hook_patches_current_keyframe(
         self, t: Tensor, hook_group: HookGroup, model_options: dict[str, Any]
     ) -> None:
-        """Note where in the run the next model call is; strengths follow from that alone."""
+        self.note_position(t, model_options)
+
+    def note_position(self, t: Tensor, model_options: dict[str, Any]) -> None:
+        """Where in the run the next model call is, at sigma t [n]; strengths follow from that alone."""
         sigmas = model_options.get("transformer_options", {}).get("sample_sigmas")
         self.position = (float(t[0]), [] if sigmas is None else sigmas.tolist())
 
@@ -150,23 +177,127 @@ class HookModelPatcher(host.ModelPatcher):
 
     def merged_set(self, hooks: HookGroup | None) -> MergedSet | None:
         """Replacement weights for the group at its present strengths, cached or computed; None if it does nothing."""
-        active = [(self.known(hook), self.strength(hook)) for hook in weight_hooks(hooks)]
-        active = [(known, strength) for known, strength in active if strength != 0 and known.mapping.patches]
+        active = self.active(hooks)
         if not active:
             return None
         state = self.state
-        key = (self.patches_uuid, tuple((known.digest, strength) for known, strength in active))
+        key = ("merged", self.patches_uuid, tuple((known.digest, strength) for known, strength in active))
         merged = state.cache.get(key)
         if merged is None:
             # Weights are computed from base parameters, so none of ours may stand in for one meanwhile.
             with state.journal.swapped_in(None):
-                merged = build(self, _by_weight(active))
+                merged = build_merged(self, _by_weight(active))
             state.cache.put(key, merged, self.load_device)
             state.report.weights_computed += len(merged.replacements)
-        for known, _ in active:
-            state.report.loras[known.name] = known.mapping.coverage()
-        state.report.note(tuple((known.name, strength) for known, strength in active), merged)
+        self._report(active, self.plan(active), len(merged.replacements), merged.bytes)
         return merged
+
+    def active(self, hooks: HookGroup | None) -> list[tuple[KnownHook, float]]:
+        """The LoRAs of a group that do something on this model now, with their strengths."""
+        found = [(self.known(hook), self.strength(hook)) for hook in weight_hooks(hooks)]
+        return [(known, strength) for known, strength in found if strength != 0 and known.mapping.patches]
+
+    def _report(self, active: list[tuple[KnownHook, float]], plan: Plan, layers: int, size: int) -> None:
+        report = self.state.report
+        for known, _ in active:
+            report.loras[known.name] = known.mapping.coverage()
+        report.group(tuple((known.name, strength) for known, strength in active), plan, layers, size)
+
+    # ---- the side path
+
+    @contextmanager
+    def running(self, conds: dict[str, list[dict[str, Any]]]) -> Iterator[None]:
+        """A run with this conditioning: the layers that side paths act on are hooked meanwhile."""
+        state = self.state
+        self.isolated, state.entries, state.numbers, state.plans = False, [Entry(None)], {}, {}
+        groups = {id(c["hooks"]): c["hooks"] for side in conds.values() for c in side if c.get("hooks") is not None}
+        known = [[self.known(hook) for hook in weight_hooks(group)] for group in groups.values()]
+        plans = [self.plan([(k, 1.0) for k in group if k.mapping.patches]) for group in known]
+        self._load_with_model([plan.side_set for plan in plans if plan.side_set is not None])
+        paths = {weight_key(key).rpartition(".")[0] for group in known for k in group for key in k.mapping.patches}
+        with state.layers.hooked(self.model, paths if self.path != "merged" else set()):
+            yield
+
+    def _load_with_model(self, sets: list[nn.Module]) -> None:
+        bank = self.state.bank
+        if sets and list(bank.sets) != sets:
+            bank.sets = nn.ModuleList(sets)
+            self.set_additional_models(KEY, [host.ModelPatcher(bank, self.load_device, self.offload_device)])
+
+    def plan(self, active: list[tuple[KnownHook, float]]) -> Plan:
+        """The path of these LoRAs together, whatever their strengths."""
+        state = self.state
+        key = (self.path, *(known.digest for known, _ in active))
+        if key not in state.plans:
+            state.plans[key] = self._make_plan(active)
+        return state.plans[key]
+
+    def _make_plan(self, active: list[tuple[KnownHook, float]]) -> Plan:
+        if self.path == "merged":
+            return Plan(None, "asked for")
+        if not active:
+            return Plan(None, "nothing to do")
+        state = self.state
+        patches = [_by_weight([(known, 1.0)]) for known, _ in active]
+        missed = sorted({key.rpartition(".")[0] for keyed in patches for key in keyed} & state.unreachable)
+        if missed:
+            return self._must_merge(f"the model never calls {', '.join(missed[:3])}{' ...' if missed[3:] else ''}")
+        key = ("side path", *(known.digest for known, _ in active))
+        side_set = state.cache.get(key)
+        if side_set is None:
+            try:
+                side_set = build_side(self.model, patches, self._compute_dtype())
+            except NotAdditive as reason:
+                return self._must_merge(str(reason))
+            state.cache.put(key, side_set, self.load_device)
+        return Plan(side_set, "added beside the layers, no weight is touched")
+
+    def _must_merge(self, reason: str) -> Plan:
+        if self.path == "side_path" or self.is_dynamic():
+            raise HooklineError(f"these hooks can't take the side path: {reason}")
+        return Plan(None, reason)
+
+    def _compute_dtype(self) -> torch.dtype:
+        model_dtype = getattr(self.model, "get_dtype_inference", None)
+        return model_dtype() if model_dtype else torch.float32
+
+    def entry(self, hooks: HookGroup | None) -> tuple[int, bool]:
+        """-> the number of the group's entry at its present strengths, and whether the side path takes its LoRAs."""
+        active = self.active(hooks)
+        if not active:
+            return 0, hooks is not None
+        plan = self.plan(active)
+        if plan.side_set is None:
+            return 0, False
+        state = self.state
+        key = (plan.side_set, tuple(strength for _, strength in active))
+        if key not in state.numbers:
+            state.numbers[key] = len(state.entries)
+            state.entries.append(Entry(*key))
+            self._report(active, plan, len(plan.side_set.by_layer), plan.side_set.bytes)
+        return state.numbers[key], True
+
+    def other_hooks(self, hooks: HookGroup) -> HookGroup | None:
+        """The group without its weight hooks; None when nothing is left."""
+        others = HookGroup()
+        for hook in hooks.hooks:
+            if hook.hook_type != EnumHookType.Weight:
+                others.add(hook)
+        return others if len(others) else None
+
+    def isolate(self, reason: str) -> None:
+        """From now on in this run one set per forward: always right, but not batched."""
+        if not self.isolated:
+            self.isolated = True
+            self.state.report.note(f"one forward per set of hooks: {reason}")
+
+    def give_up_layers(self, paths: set[str]) -> None:
+        """These layers are not reached by forward hooks; what acts on them is merged from now on."""
+        self.state.unreachable |= paths
+        self.state.plans = {}
+        self.state.report.note(f"not reached by the side path: {', '.join(sorted(paths))}")
+
+    # ---- what the host's own hook path would do
 
     def patch_hooks(self, hooks: HookGroup | None) -> None:
         """Nothing to write: sets are swapped in around a model call or an encoding, and out after it."""
@@ -179,7 +310,8 @@ class HookModelPatcher(host.ModelPatcher):
         self.state.journal.restore()
 
     def get_non_dynamic_delegate(self) -> HookModelPatcher:
-        return apply_hookline(super().get_non_dynamic_delegate())
+        """Asked for by ComfyUI whenever conditioning has hooks. The side path needs no second model."""
+        return apply_hookline(super().get_non_dynamic_delegate(), self.path) if self.path == "merged" else self
 
 
 def _by_weight(active: list[tuple[KnownHook, float]]) -> dict[str, list[Patch]]:
@@ -230,6 +362,7 @@ def _eject(patcher: HookModelPatcher) -> None:
 def _drop_cache(patcher: HookModelPatcher, unpatch_all: bool) -> None:
     if unpatch_all:
         patcher.state.cache.clear()
+        patcher.state.bank.sets = nn.ModuleList()
 
 
 # ---- making one
@@ -245,11 +378,15 @@ def _hook_class(base: type) -> type:
     return type(f"Hook{base.__name__}", (HookModelPatcher, base), {})
 
 
-def apply_hookline(model: host.ModelPatcher) -> HookModelPatcher:
-    """The MODEL as a HookModelPatcher: same model object, same patches, same loader behaviour."""
+def apply_hookline(model: host.ModelPatcher, path: str = "auto") -> HookModelPatcher:
+    """The MODEL as a HookModelPatcher: same model object, same patches, same loader behaviour.
+
+    `path` is one of `plan.PATHS`: "side_path" refuses what can't go there, "merged" never uses it.
+    """
     patcher = model.clone()
     # The host's clone() builds an object of the patcher's own class; ours has the same fields and only adds methods.
     patcher.__class__ = _hook_class(type(patcher))
+    patcher.path = path
     return patcher.set_up()
 
 
@@ -264,7 +401,7 @@ def hooked_clip(clip: Any, hooks: HookGroup, apply_to_conds: bool, schedule_clip
         clip.cond_stage_model = clip.patcher.model
     else:
         clip = clip.clone()
-    clip.patcher = apply_hookline(clip.patcher)
+    clip.patcher = apply_hookline(clip.patcher, "merged")
     clip.use_clip_schedule = schedule_clip
     if apply_to_conds:
         clip.apply_hooks_to_conds = hooks

@@ -8,10 +8,24 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from .merge import MergedSet
+from .side_path import SideSet
+
+PATHS = ("auto", "side_path", "merged")
 
 Hooks = tuple[tuple[str, float], ...]
 """(LoRA name, strength) in the order in which they act."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The path of one set of LoRAs, and why. `side_set` None: merged."""
+
+    side_set: SideSet | None
+    reason: str
+
+    @property
+    def path(self) -> str:
+        return "merged" if self.side_set is None else "side path"
 
 
 @dataclass
@@ -20,6 +34,7 @@ class RunReport:
 
     groups: dict[Hooks, dict[str, Any]] = field(default_factory=dict)
     loras: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
     forwards: int = 0
     weights_computed: int = 0
     bytes_cached: int = 0
@@ -37,16 +52,14 @@ class RunReport:
         steps = [after - before for before, after in pairwise(starts)][1:]
         return round(statistics.median(steps) * 1000, 3) if steps else None
 
-    def note(self, hooks: Hooks, merged: MergedSet) -> None:
+    def group(self, hooks: Hooks, plan: Plan, layers: int, size: int) -> None:
         """A set was used."""
-        if hooks not in self.groups:
-            reason = "the only path so far"
-            self.groups[hooks] = {
-                "path": "merged",
-                "reason": reason,
-                "layers": len(merged.replacements),
-                "bytes": merged.bytes,
-            }
+        self.groups.setdefault(hooks, {"path": plan.path, "reason": plan.reason, "layers": layers, "bytes": size})
+
+    def note(self, text: str) -> None:
+        """Something that the user should know, once."""
+        if text not in self.notes:
+            self.notes.append(text)
 
     def as_dict(self) -> dict[str, Any]:
         groups = [
@@ -56,6 +69,7 @@ class RunReport:
         return {
             "groups": groups,
             "loras": self.loras,
+            "notes": self.notes,
             "forwards": self.forwards,
             "ms_per_step": self.ms_per_step(),
             "weights_computed": self.weights_computed,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from hookline import host
 from hookline.errors import HooklineError
 from hookline.hooks.group import combine
 from hookline.patcher.model_patcher import apply_hookline
+
+merged = partial(apply_hookline, path="merged")
 
 FORMATS = ["float8_e4m3fn", "float8_e5m2", "int8_tensorwise", "int8_rowwise", "int8_convrot"]
 
@@ -33,7 +36,7 @@ def test_s13_hook_on_all_conds_is_the_stock_loader_bit_for_bit(lab: Any, strengt
     model, hooks = lab.model(), lab.hooks(lab.inverted, strength)
     expected = lab.sample(lab.stock_lora(model, lab.inverted, strength), lab.cond(1), lab.cond(2))
     plain = lab.sample(model, lab.cond(1), lab.cond(2))
-    hooked = lab.sample(apply_hookline(model), lab.cond(1, hooks=hooks), lab.cond(2, hooks=hooks))
+    hooked = lab.sample(merged(model), lab.cond(1, hooks=hooks), lab.cond(2, hooks=hooks))
     assert torch.equal(hooked, expected)
     assert not torch.equal(hooked, plain)
 
@@ -43,7 +46,7 @@ def test_two_loras_in_one_group_are_two_stock_loaders(lab: Any) -> None:
     hooks = combine(lab.hooks(lab.inverted, 0.7), lab.hooks(lab.slanted, 0.4))
     stock = lab.stock_lora(lab.stock_lora(model, lab.inverted, 0.7), lab.slanted, 0.4)
     expected = lab.sample(stock, lab.cond(1), lab.cond(2))
-    assert torch.equal(lab.sample(apply_hookline(model), lab.cond(1, hooks=hooks), lab.cond(2, hooks=hooks)), expected)
+    assert torch.equal(lab.sample(merged(model), lab.cond(1, hooks=hooks), lab.cond(2, hooks=hooks)), expected)
 
 
 def test_hook_over_a_loaded_lora_rounds_once(lab: Any) -> None:
@@ -51,7 +54,7 @@ def test_hook_over_a_loaded_lora_rounds_once(lab: Any) -> None:
     model = lab.stock_lora(lab.model(quantizer("float8_e4m3fn")), lab.slanted, 0.8)
     hooks = lab.hooks(lab.inverted, 0.5)
     expected = lab.sample(lab.stock_lora(model, lab.inverted, 0.5), lab.cond(1), lab.cond(2))
-    assert torch.equal(lab.sample(apply_hookline(model), lab.cond(1, hooks=hooks), lab.cond(2, hooks=hooks)), expected)
+    assert torch.equal(lab.sample(merged(model), lab.cond(1, hooks=hooks), lab.cond(2, hooks=hooks)), expected)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -64,7 +67,7 @@ def test_s1_s2_r01_r03_r05_quantized_a_b_none_a(lab: Any, name: str) -> None:
         lora: lab.sample(lab.stock_lora(lab.model(quantizer(name)), lora), cond, uncond)
         for lora in (lab.inverted, lab.slanted)
     }
-    hooked = apply_hookline(model)
+    hooked = merged(model)
     lab.sample(hooked, cond, uncond)
     quantized = [p for p in hooked.model.parameters() if isinstance(p, host.QuantizedTensor)]
     assert len(quantized) > 20
@@ -81,13 +84,13 @@ def test_r01_hook_only_on_the_plain_layers_of_a_quantized_model(lab: Any) -> Non
     model = lab.model(lambda layer, _: "float8_e4m3fn" if layer == "img_in" else None)
     hooks = lab.hooks(lab.inverted)
     expected = lab.sample(lab.stock_lora(model, lab.inverted), lab.cond(1), lab.cond(2))
-    hooked = apply_hookline(model)
+    hooked = merged(model)
     assert torch.equal(lab.sample(hooked, lab.cond(1, hooks=hooks), lab.cond(2, hooks=hooks)), expected)
 
 
 def test_r28_a_hundred_random_swaps_leave_every_byte(lab: Any) -> None:
     """FP8 e4m3: restored from the original object, never by subtracting."""
-    hooked = apply_hookline(lab.model(quantizer("float8_e4m3fn")))
+    hooked = merged(lab.model(quantizer("float8_e4m3fn")))
     groups = [lab.hooks(lab.inverted), lab.hooks(lab.slanted), lab.hooks(lab.inverted, 0.5), None]
     host.load_models([hooked])
     snapshot = lab.Snapshot(hooked.model)
@@ -100,7 +103,7 @@ def test_r28_a_hundred_random_swaps_leave_every_byte(lab: Any) -> None:
 
 def test_s3_groups_that_cover_every_key_alternate(lab: Any) -> None:
     """Core restores "these keys: none" as "all keys", which undoes a cached group (1, 2, 0, 0 for A, B, A, B)."""
-    hooked = apply_hookline(lab.model())
+    hooked = merged(lab.model())
     every = {key for key, _ in hooked.model.named_parameters() if key.endswith(".weight")}
     host.load_models([hooked])
 
@@ -124,7 +127,7 @@ def test_r69_clones_never_see_each_others_hooks(lab: Any) -> None:
     """Two patchers of one model, runs interleaved: each equals its solo run."""
     model, hooks = lab.model(), lab.hooks(lab.inverted)
     plain = lab.sample(model, lab.cond(1), lab.cond(2))
-    hooked, other = apply_hookline(model), apply_hookline(model)
+    hooked, other = merged(model), merged(model)
     conds = lab.cond(1, hooks=hooks), lab.cond(2, hooks=hooks)
     solo = lab.sample(hooked, *conds)
     for _ in range(2):
@@ -138,7 +141,7 @@ def test_r69_static_and_hooked_lora_on_one_model(lab: Any) -> None:
     static = lab.stock_lora(model, lab.slanted)
     solo_static = lab.sample(static, lab.cond(1), lab.cond(2))
     conds = lab.cond(1, hooks=hooks), lab.cond(2, hooks=hooks)
-    hooked = apply_hookline(model)
+    hooked = merged(model)
     solo_hooked = lab.sample(hooked, *conds)
     assert torch.equal(lab.sample(static, lab.cond(1), lab.cond(2)), solo_static)
     assert torch.equal(lab.sample(hooked, *conds), solo_hooked)
@@ -146,25 +149,25 @@ def test_r69_static_and_hooked_lora_on_one_model(lab: Any) -> None:
 
 def test_r30_second_run_computes_nothing_and_equals_a_fresh_process(lab: Any) -> None:
     hooks, fresh_hooks = lab.hooks(lab.inverted), lab.hooks(lab.inverted)
-    hooked = apply_hookline(lab.model(quantizer("int8_rowwise")))
+    hooked = merged(lab.model(quantizer("int8_rowwise")))
     conds = lab.cond(1, hooks=hooks), lab.cond(2)
     lab.sample(hooked, *conds, seed=1)
     assert hooked.state.report.weights_computed > 0
     again = lab.sample(hooked, *conds, seed=2)
     assert hooked.state.report.weights_computed == 0
-    fresh = apply_hookline(lab.model(quantizer("int8_rowwise")))
+    fresh = merged(lab.model(quantizer("int8_rowwise")))
     assert torch.equal(again, lab.sample(fresh, lab.cond(1, hooks=fresh_hooks), lab.cond(2), seed=2))
 
 
 def test_equal_content_from_separate_reads_is_computed_once(lab: Any) -> None:
     """Groups are equal when their content is (R37, S6)."""
-    hooked = apply_hookline(lab.model())
+    hooked = merged(lab.model())
     lab.sample(hooked, lab.cond(1, hooks=lab.hooks(lab.inverted)), lab.cond(2, hooks=lab.hooks(lab.inverted)))
     assert len(hooked.state.cache) == 1
 
 
 def test_strength_zero_is_not_computed(lab: Any) -> None:
-    hooked = apply_hookline(lab.model())
+    hooked = merged(lab.model())
     off = lab.hooks(lab.inverted, 0.0)
     plain = lab.sample(hooked, lab.cond(1), lab.cond(2))
     assert torch.equal(lab.sample(hooked, lab.cond(1, hooks=off), lab.cond(2, hooks=off)), plain)
@@ -193,9 +196,9 @@ def test_s4_failing_at_any_layer_changes_nothing(
 ) -> None:
     model, hooks = lab.model(quantizer("float8_e4m3fn")), lab.hooks(lab.inverted)
     conds = lab.cond(1, hooks=hooks), lab.cond(2)
-    layers = len(apply_hookline(model).known(hooks.hooks[0]).mapping.patches)
-    fresh = lab.sample(apply_hookline(lab.model(quantizer("float8_e4m3fn"))), *conds)
-    hooked = apply_hookline(model)
+    layers = len(merged(model).known(hooks.hooks[0]).mapping.patches)
+    fresh = lab.sample(merged(lab.model(quantizer("float8_e4m3fn"))), *conds)
+    hooked = merged(model)
     host.load_models([hooked])
     snapshot = lab.Snapshot(hooked.model)
     for k in range(1, layers + 1):
@@ -211,7 +214,7 @@ def test_s4_failing_at_any_layer_changes_nothing(
 
 @pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt()])
 def test_failing_inside_a_model_call_restores(lab: Any, error: BaseException) -> None:
-    hooked, hooks = apply_hookline(lab.model()), lab.hooks(lab.inverted)
+    hooked, hooks = merged(lab.model()), lab.hooks(lab.inverted)
     conds = lab.cond(1, hooks=hooks), lab.cond(2)
     fresh = lab.sample(hooked, *conds)
     snapshot = lab.Snapshot(hooked.model)
@@ -235,7 +238,7 @@ def test_bias_and_whole_weight_differences(lab: Any) -> None:
     hook.weights = {f"{layer}.diff": torch.full((128, 128), 0.5), f"{layer}.diff_b": torch.full((128,), 0.25)}
     group = host.HookGroup()
     group.add(hook)
-    hooked = apply_hookline(model)
+    hooked = merged(model)
     host.load_models([hooked])
     module = hooked.model.get_submodule(layer)
     weight, bias = module.weight.dequantize(), module.bias.clone()
@@ -253,7 +256,7 @@ def test_failed_shape_is_refused_by_name(lab: Any) -> None:
     hook.weights = {f"{layer}.lora_A.weight": torch.ones(4, 64), f"{layer}.lora_B.weight": torch.ones(128, 4)}
     group = host.HookGroup()
     group.add(hook)
-    hooked = apply_hookline(lab.model())
+    hooked = merged(lab.model())
     host.load_models([hooked])
     snapshot = lab.Snapshot(hooked.model)
     with pytest.raises(HooklineError, match=f"{layer}.weight"):
@@ -267,7 +270,7 @@ def test_lora_for_another_model_is_refused(lab: Any) -> None:
     group = host.HookGroup()
     group.add(hook)
     with pytest.raises(HooklineError, match="0 of 1 layers matched"):
-        lab.sample(apply_hookline(lab.model()), lab.cond(1, hooks=group), lab.cond(2))
+        lab.sample(merged(lab.model()), lab.cond(1, hooks=group), lab.cond(2))
 
 
 def test_bf16_model_equals_the_stock_loader(lab: Any) -> None:
@@ -275,7 +278,7 @@ def test_bf16_model_equals_the_stock_loader(lab: Any) -> None:
     model, hooks = lab.model(), lab.hooks(lab.inverted)
     for patcher in (model,):
         patcher.model.diffusion_model.to(torch.bfloat16)
-    hooked = apply_hookline(model)
+    hooked = merged(model)
     host.load_models([hooked])
     mine = hooked.merged_set(hooks)
     values = {id(r.module): r.value for r in mine.replacements}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,24 +10,26 @@ import torch
 from hookline.host import CallbacksMP, PatcherInjection, WrappersMP, load_models
 from hookline.patcher.model_patcher import KEY, HookModelPatcher, apply_hookline
 
+merged = partial(apply_hookline, path="merged")
+
 
 def test_apply_gives_the_same_model_with_the_same_patches(lab: Any) -> None:
     model = lab.stock_lora(lab.model(), lab.slanted)
-    hooked = apply_hookline(model)
+    hooked = merged(model)
     assert isinstance(hooked, HookModelPatcher) and not isinstance(model, HookModelPatcher)
     assert hooked.model is model.model and hooked.patches.keys() == model.patches.keys()
     assert isinstance(hooked, type(model)) and isinstance(hooked.clone(), HookModelPatcher)
 
 
 def test_applying_twice_registers_once(lab: Any) -> None:
-    twice = apply_hookline(apply_hookline(lab.model()))
+    twice = merged(merged(lab.model()))
     for place in (WrappersMP.OUTER_SAMPLE, WrappersMP.APPLY_MODEL):
         assert len(twice.get_wrappers(place, KEY)) == 1
     assert len(twice.get_callbacks(CallbacksMP.ON_DETACH, KEY)) == 1
 
 
 def test_keyed_wrappers_and_callbacks(lab: Any) -> None:
-    hooked, seen = apply_hookline(lab.model()), []
+    hooked, seen = merged(lab.model()), []
 
     def wrapper(executor: Any, *args: Any, **kwargs: Any) -> Any:
         seen.append("wrapper")
@@ -47,7 +50,7 @@ def test_keyed_wrappers_and_callbacks(lab: Any) -> None:
 
 def test_wrappers_see_merged_weights_inside_and_base_weights_outside(lab: Any) -> None:
     """A wrapper registered later runs inside ours; the run's own wrappers outside of it see the base."""
-    hooked, seen = apply_hookline(lab.model()), {}
+    hooked, seen = merged(lab.model()), {}
     weight = "diffusion_model.single_blocks.0.linear1.weight"
     base = hooked.model.get_parameter(weight)
 
@@ -69,7 +72,7 @@ def test_wrappers_see_merged_weights_inside_and_base_weights_outside(lab: Any) -
 
 def test_injections_and_the_bracket(lab: Any) -> None:
     """Ejecting, which hosts do before they touch weights, puts the base weights back in the middle of anything."""
-    hooked, seen = apply_hookline(lab.model()), []
+    hooked, seen = merged(lab.model()), []
     injection = PatcherInjection(inject=lambda p: seen.append("in"), eject=lambda p: seen.append("out"))
     hooked.set_injections("mine", [injection])
     assert hooked.get_injections("mine") == [injection]
@@ -86,7 +89,7 @@ def test_injections_and_the_bracket(lab: Any) -> None:
 
 
 def test_foreign_replacement_during_a_run_is_left_alone(lab: Any, caplog: Any) -> None:
-    hooked = apply_hookline(lab.model())
+    hooked = merged(lab.model())
     load_models([hooked])
     module = hooked.model.diffusion_model.single_blocks[0].linear1
     theirs = torch.nn.Parameter(torch.zeros_like(module.weight), requires_grad=False)
@@ -97,7 +100,7 @@ def test_foreign_replacement_during_a_run_is_left_alone(lab: Any, caplog: Any) -
 
 
 def test_detach_drops_what_the_cache_holds(lab: Any) -> None:
-    hooked = apply_hookline(lab.model())
+    hooked = merged(lab.model())
     hooks = lab.hooks(lab.inverted)
     lab.sample(hooked, lab.cond(1, hooks=hooks), lab.cond(2))
     assert hooked.state.cache.bytes > 0

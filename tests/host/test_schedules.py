@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from hookline.hooks.keyframes import ScheduleKeyframes
 from hookline.hooks.schedule import parse
 from hookline.patcher.model_patcher import apply_hookline
 
+merged = partial(apply_hookline, path="merged")
+
 
 def scheduled(lab: Any, name: str, text: str, strength: float = 1.0) -> host.HookGroup:
     return with_keyframes(lab.hooks(name, strength), ScheduleKeyframes(parse(text)))
@@ -20,7 +23,7 @@ def scheduled(lab: Any, name: str, text: str, strength: float = 1.0) -> host.Hoo
 
 def traced(lab: Any) -> tuple[Any, list[tuple[float, tuple[float, ...]]]]:
     """A hooked model, and a list that gets (sigma, strengths) at every model call."""
-    hooked, trace = apply_hookline(lab.model()), []
+    hooked, trace = merged(lab.model()), []
 
     def note(patcher: Any, hooks: host.HookGroup) -> None:
         trace.append((patcher.position[0], tuple(patcher.strength(hook) for hook in hooks.hooks)))
@@ -111,5 +114,5 @@ def test_our_schedule_on_the_hosts_own_path(lab: Any) -> None:
     hooks = scheduled(lab, lab.inverted, "0: 1, 0.5: 0.5 hold")
     model = lab.model()
     conds = lab.cond(1, hooks=hooks), lab.cond(2, hooks=hooks)
-    expected = lab.sample(apply_hookline(model), *conds, steps=4)
+    expected = lab.sample(merged(model), *conds, steps=4)
     assert torch.equal(lab.sample(model, *conds, steps=4), expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 
 from hookline import host
 from hookline.patcher.model_patcher import apply_hookline
+
+merged = partial(apply_hookline, path="merged")
 
 
 def stock_hook(tensors: dict[str, torch.Tensor], strength: float = 1.0) -> host.HookGroup:
@@ -34,14 +37,14 @@ def test_two_regions_with_stock_hooks_equal_the_hosts_own_path(lab: Any) -> None
     model = lab.model()
     conds = regions(lab, stock_hook(lab.lora_tensors(lab.inverted)), stock_hook(lab.lora_tensors(lab.slanted), 0.7))
     expected = lab.sample(model, *conds, size=(8, 16))
-    assert torch.equal(lab.sample(apply_hookline(model), *conds, size=(8, 16)), expected)
+    assert torch.equal(lab.sample(merged(model), *conds, size=(8, 16)), expected)
 
 
 def test_ours_and_the_hosts_hooks_mix(lab: Any) -> None:
     model = lab.model()
     mine = regions(lab, lab.hooks(lab.inverted), stock_hook(lab.lora_tensors(lab.slanted)))
     theirs = regions(lab, stock_hook(lab.lora_tensors(lab.inverted)), stock_hook(lab.lora_tensors(lab.slanted)))
-    hooked = apply_hookline(model)
+    hooked = merged(model)
     expected = lab.sample(hooked, *theirs, size=(8, 16))
     assert torch.equal(lab.sample(hooked, *mine, size=(8, 16)), expected)
     # Equal content is the same set, whoever read the file.
@@ -61,7 +64,7 @@ def test_stock_keyframes_equal_the_hosts_own_path(lab: Any) -> None:
         pytest.skip("the embedded host's own path does not follow stock keyframes; ours does (tests/unit/hooks)")
     model = lab.model()
     expected = lab.sample(model, *conds(), steps=6)
-    assert torch.equal(lab.sample(apply_hookline(model), *conds(), steps=6), expected)
+    assert torch.equal(lab.sample(merged(model), *conds(), steps=6), expected)
 
 
 def test_r89_formats_that_the_loader_renames(lab: Any) -> None:
@@ -79,7 +82,7 @@ def test_r89_formats_that_the_loader_renames(lab: Any) -> None:
     model, hooks = lab.model(), stock_hook(tensors)
     stock = comfy.sd.load_lora_for_models(model, None, tensors, 1.0, 0)[0]
     expected = lab.sample(stock, lab.cond(1), lab.cond(2))
-    hooked = apply_hookline(model)
+    hooked = merged(model)
     assert torch.equal(lab.sample(hooked, lab.cond(1, hooks=hooks), lab.cond(2, hooks=hooks)), expected)
     assert not torch.equal(expected, lab.sample(model, lab.cond(1), lab.cond(2)))
 
@@ -96,5 +99,5 @@ def test_masks_areas_and_time_ranges_keep_their_meaning(lab: Any) -> None:
     ):
         positive = [*lab.cond(1), *lab.cond(2, hooks=hooks, **props)]
         expected = lab.sample(model, positive, lab.cond(3), size=(8, 16), steps=4)
-        out = lab.sample(apply_hookline(model), positive, lab.cond(3), size=(8, 16), steps=4)
+        out = lab.sample(merged(model), positive, lab.cond(3), size=(8, 16), steps=4)
         assert torch.equal(out, expected)

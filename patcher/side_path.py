@@ -1,0 +1,288 @@
+"""The side path: LoRAs computed beside the layers, so that rows with different LoRAs share one forward.
+
+A *set* holds the factors of all its LoRAs per layer, joined along rank. A *row plan* says for one model call which
+rows of the batch use which set, and how strongly. Forward hooks on the layers add the rest. No weight is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import host
+from .adapters import Additive, LowRank, NotAdditive, Offset, additive
+
+_CONVOLUTIONS = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
+
+
+class RowsDiffer(Exception):
+    """A layer was called with other rows than the model: which row belongs to which set is not known."""
+
+
+class Piece(nn.Module):
+    """The low-rank factors of one set for one layer (or a slice of it), all its LoRAs joined along rank.
+
+    `down` [r, in, ...], `up` [out, r]; `ranks[i]` of the r belong to the LoRA and scale in `owners[i]`.
+    """
+
+    def __init__(self, parts: list[tuple[int, LowRank]], dtype: torch.dtype) -> None:
+        super().__init__()
+        first = parts[0][1]
+        self.out_slice, self.in_slice = first.out_slice, first.in_slice
+        self.owners = tuple((owner, part.scale) for owner, part in parts)
+        self.ranks = tuple(part.up.shape[1] for _, part in parts)
+        self.register_buffer("down", _narrow(torch.cat([part.down for _, part in parts]), dtype))
+        self.register_buffer("up", _narrow(torch.cat([part.up for _, part in parts], dim=1), dtype))
+
+    def scale(self, strengths: tuple[float, ...], like: Tensor) -> float | Tensor:
+        """Strength times alpha over rank: one number if it is the same for all LoRAs, else one per rank column [r]."""
+        values = [strengths[owner] * scale for owner, scale in self.owners]
+        if len(set(values)) == 1:
+            return values[0]
+        columns = [value for value, rank in zip(values, self.ranks) for _ in range(rank)]
+        return torch.tensor(columns, dtype=like.dtype, device=like.device)
+
+
+def _narrow(factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Factors in the compute dtype, but never in a wider one than the file's: casting them at use is cheap."""
+    return factor.to(dtype) if factor.element_size() >= dtype.itemsize else factor
+
+
+class LayerPart(nn.Module):
+    """What one set adds to one layer."""
+
+    def __init__(self, parts: list[tuple[int, Additive]], dtype: torch.dtype) -> None:
+        super().__init__()
+        low_rank: dict[tuple, list[tuple[int, LowRank]]] = {}
+        offsets = [(owner, part) for owner, part in parts if isinstance(part, Offset)]
+        for owner, part in parts:
+            if isinstance(part, LowRank):
+                low_rank.setdefault((part.out_slice, part.in_slice), []).append((owner, part))
+        self.pieces = nn.ModuleList(Piece(pieces, dtype) for pieces in low_rank.values())
+        self.offset_owners = tuple(owner for owner, _ in offsets)
+        self.register_buffer("offsets", torch.stack([o.vector for _, o in offsets]) if offsets else None)
+
+    def add(self, module: nn.Module, x: Tensor, out: Tensor, strengths: tuple[float, ...]) -> None:
+        """Add to `out` [rows, ..., out] (channels second in a convolution), given the layer's input `x`, in place."""
+        convolution = _convolution(module)
+        channel = 1 if convolution else -1
+        for piece in self.pieces:
+            part = x if piece.in_slice is None else x.narrow(channel, *piece.in_slice)
+            target = out if piece.out_slice is None else out.narrow(channel, *piece.out_slice)
+            scale = piece.scale(strengths, x)
+            down, up = piece.down.to(x), piece.up.to(x)
+            if convolution:
+                h = convolution(part, down, stride=module.stride, padding=module.padding, dilation=module.dilation)
+                h = h * (scale if isinstance(scale, float) else scale.view(-1, *[1] * (h.dim() - 2)))
+                target.add_(convolution(h, up.view(*up.shape, *[1] * (h.dim() - 2))))
+            else:
+                _add_linear(part, down, up, scale, target)
+        for row, owner in enumerate(self.offset_owners):
+            vector = self.offsets[row].to(out)
+            out.add_(vector.view(-1, *[1] * (out.dim() - 2)) if convolution else vector, alpha=strengths[owner])
+
+
+def _add_linear(x: Tensor, down: Tensor, up: Tensor, scale: float | Tensor, out: Tensor) -> None:
+    h = F.linear(x, down)
+    alpha = 1.0
+    if isinstance(scale, float):
+        alpha = scale
+    else:
+        h = h * scale
+    try:
+        rows = out.view(-1, out.shape[-1])
+    except RuntimeError:
+        # A slice of several leading dimensions has no two-dimensional view.
+        out.add_(F.linear(h, up), alpha=alpha)
+        return
+    rows.addmm_(h.reshape(-1, h.shape[-1]), up.t(), alpha=alpha)
+
+
+class SideSet(nn.Module):
+    """All factors of one set on one model."""
+
+    def __init__(self, layers: dict[str, LayerPart], originals: dict[nn.Module, Any]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(layers.values())
+        self.by_layer = dict(zip(layers, self.parts))
+        self._originals = originals
+
+    @property
+    def bytes(self) -> int:
+        return sum(host.tensor_bytes(buffer) for buffer in self.buffers())
+
+    def fits(self) -> bool:
+        """False once a base weight that factors were computed from has been replaced; most depend on none."""
+        return all(module._parameters.get("weight") is weight for module, weight in self._originals.items())
+
+
+def build(model: nn.Module, patches: list[dict[str, list[tuple]]], dtype: torch.dtype) -> SideSet:
+    """The set of LoRAs given as {weight key: [(strength, patch, strength of the base, offset, function)]} each.
+
+    Raises:
+        NotAdditive: some patch has no additive form on its layer; says which and why.
+    """
+    layers: dict[str, list[tuple[int, Additive]]] = {}
+    originals: dict[nn.Module, Any] = {}
+    for owner, keyed in enumerate(patches):
+        for key, key_patches in keyed.items():
+            path, _, name = key.rpartition(".")
+            module = model.get_submodule(path)
+            _check_layer(module, key)
+
+            def base(module: nn.Module = module) -> Tensor:
+                originals[module] = module._parameters["weight"]
+                weight = module.weight.to(torch.float32, copy=True)
+                convert = getattr(module, "convert_weight", None)
+                return weight if convert is None else convert(weight, inplace=True)
+
+            for _, patch, _, offset, function in key_patches:
+                try:
+                    form = additive(patch, name, module._parameters[name].shape, base, offset, function)
+                except NotAdditive as reason:
+                    raise NotAdditive(f"{key}: {reason}") from None
+                layers.setdefault(path, []).append((owner, form))
+    return SideSet({path: LayerPart(parts, dtype) for path, parts in layers.items()}, originals)
+
+
+def _check_layer(module: nn.Module, key: str) -> None:
+    weight = getattr(module, "weight", None)
+    if isinstance(module, (nn.Embedding, nn.modules.conv._ConvTransposeNd)) or weight is None or weight.dim() < 2:
+        raise NotAdditive(f"{key}: a {type(module).__name__}")
+    if weight.dim() > 2 and (
+        _convolution(module) is None or module.groups != 1 or module.padding_mode != "zeros" or _is_custom(module)
+    ):
+        raise NotAdditive(f"{key}: a {type(module).__name__} with groups or padding of its own")
+
+
+def _convolution(module: nn.Module) -> Any:
+    return next((function for kind, function in _CONVOLUTIONS.items() if isinstance(module, kind)), None)
+
+
+def _is_custom(module: nn.Module) -> bool:
+    """A convolution with arguments of its own (causal padding, say) does not do what its attributes say."""
+    return not isinstance(module.padding, tuple) or hasattr(module, "time_causal_padding")
+
+
+# ---- one model call
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A set and the strengths of its LoRAs at one moment; `set` None adds nothing."""
+
+    set: SideSet | None
+    strengths: tuple[float, ...] = ()
+
+
+@dataclass
+class RowPlan:
+    """Which rows use which entry: consecutive (start, stop, entry) with a set. `rows` counts all."""
+
+    rows: int
+    segments: list[tuple[int, int, Entry]]
+    reached: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, entries: list[Entry]) -> RowPlan:
+        segments: list[tuple[int, int, Entry]] = []
+        for row, entry in enumerate(entries):
+            if segments and segments[-1][1] == row and segments[-1][2] is entry:
+                segments[-1] = (segments[-1][0], row + 1, entry)
+            elif entry.set is not None:
+                segments.append((row, row + 1, entry))
+        return cls(len(entries), segments)
+
+    @property
+    def uniform(self) -> bool:
+        """All rows use the same entry, so it does not matter which row is which."""
+        return len(self.segments) == 1 and self.segments[0][:2] == (0, self.rows)
+
+    def missed(self) -> set[str]:
+        """Layers that should have been called and were not."""
+        return {path for _, _, entry in self.segments for path in entry.set.by_layer} - self.reached
+
+
+class Layers:
+    """The forward hooks on one model, and the row plan of the call that is running."""
+
+    def __init__(self) -> None:
+        self.plan: RowPlan | None = None
+
+    @contextmanager
+    def hooked(self, model: nn.Module, paths: Iterable[str]) -> Iterator[None]:
+        """Forward hooks on these layers."""
+        handles = [model.get_submodule(path).register_forward_hook(self._hook(path)) for path in sorted(paths)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def calling(self, plan: RowPlan | None) -> Iterator[None]:
+        """The plan holds for the model call inside."""
+        outer, self.plan = self.plan, plan
+        try:
+            yield
+        finally:
+            self.plan = outer
+
+    def _hook(self, path: str) -> Any:
+        def add(module: nn.Module, arguments: tuple, out: Tensor) -> Tensor | None:
+            plan = self.plan
+            if plan is None:
+                return None
+            plan.reached.add(path)
+            if not plan.uniform and out.shape[0] != plan.rows:
+                raise RowsDiffer(f"{path}: {out.shape[0]} rows in a model call of {plan.rows}")
+            x = arguments[0]
+            for start, stop, entry in plan.segments:
+                part = entry.set.by_layer.get(path)
+                if part is not None:
+                    rows = slice(None) if plan.uniform else slice(start, stop)
+                    part.add(module, x[rows], out[rows], entry.strengths)
+            return out
+
+        return add
+
+
+class Rows:
+    """Which entry each batch row uses, as the host batches it with the model's other inputs (`comfy.conds`).
+
+    Integers in a tensor [rows]: whatever repeats or cuts tensors along rows carries it along.
+    """
+
+    def __init__(self, cond: Tensor, batched: bool) -> None:
+        self.cond, self.batched = cond, batched
+
+    def process_cond(self, batch_size: int, **_: Any) -> Rows:
+        return Rows(self.cond.repeat(batch_size)[:batch_size], self.batched)
+
+    def can_concat(self, other: Rows) -> bool:
+        return self.batched or bool(self.cond[0] == other.cond[0])
+
+    def concat(self, others: list[Rows]) -> Tensor:
+        return torch.cat([self.cond, *(other.cond for other in others)])
+
+    def size(self) -> list[int]:
+        return list(self.cond.shape)
+
+    def _copy_with(self, cond: Tensor) -> Rows:
+        # ComfyUI's context windows copy conditions by this name.
+        return Rows(cond, self.batched)
+
+
+class Bank(nn.Module):
+    """The sets in use on one model, as a module that the host's memory manager can count, load and unload."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device = None
+        self.sets = nn.ModuleList()
