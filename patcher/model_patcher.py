@@ -201,7 +201,8 @@ class HookModelPatcher(host.ModelPatcher):
         report = self.state.report
         for known, _ in active:
             report.loras[known.name] = known.mapping.coverage()
-        report.group(tuple((known.name, strength) for known, strength in active), plan, layers, size)
+        key = (plan.path, *((known.digest, strength) for known, strength in active))
+        report.group(key, [(known.name, strength) for known, strength in active], plan, layers, size)
 
     # ---- the side path
 
@@ -295,6 +296,7 @@ class HookModelPatcher(host.ModelPatcher):
         """These layers are not reached by forward hooks; what acts on them is merged from now on."""
         self.state.unreachable |= paths
         self.state.plans = {}
+        self.state.report.groups = {}
         self.state.report.note(f"not reached by the side path: {', '.join(sorted(paths))}")
 
     # ---- what the host's own hook path would do

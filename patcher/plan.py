@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -11,9 +12,6 @@ from typing import Any
 from .side_path import SideSet
 
 PATHS = ("auto", "side_path", "merged")
-
-Hooks = tuple[tuple[str, float], ...]
-"""(LoRA name, strength) in the order in which they act."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,8 @@ class Plan:
 class RunReport:
     """What one sampling run did."""
 
-    groups: dict[Hooks, dict[str, Any]] = field(default_factory=dict)
+    groups: dict[Hashable, dict[str, Any]] = field(default_factory=dict)
+    """By content: the LoRAs of a set with their strengths, its path and why, layers and bytes."""
     loras: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     forwards: int = 0
@@ -52,9 +51,11 @@ class RunReport:
         steps = [after - before for before, after in pairwise(starts)][1:]
         return round(statistics.median(steps) * 1000, 3) if steps else None
 
-    def group(self, hooks: Hooks, plan: Plan, layers: int, size: int) -> None:
-        """A set was used."""
-        self.groups.setdefault(hooks, {"path": plan.path, "reason": plan.reason, "layers": layers, "bytes": size})
+    def group(self, key: Hashable, hooks: list[tuple[str, float]], plan: Plan, layers: int, size: int) -> None:
+        """A set, (LoRA name, strength) in the order in which they act, was used."""
+        named = [{"lora": name, "strength": strength} for name, strength in hooks]
+        facts = {"path": plan.path, "reason": plan.reason, "layers": layers, "bytes": size}
+        self.groups.setdefault(key, {"hooks": named, **facts})
 
     def note(self, text: str) -> None:
         """Something that the user should know, once."""
@@ -62,12 +63,8 @@ class RunReport:
             self.notes.append(text)
 
     def as_dict(self) -> dict[str, Any]:
-        groups = [
-            {"hooks": [{"lora": name, "strength": strength} for name, strength in hooks], **facts}
-            for hooks, facts in self.groups.items()
-        ]
         return {
-            "groups": groups,
+            "groups": list(self.groups.values()),
             "loras": self.loras,
             "notes": self.notes,
             "forwards": self.forwards,

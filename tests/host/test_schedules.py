@@ -21,14 +21,16 @@ def scheduled(lab: Any, name: str, text: str, strength: float = 1.0) -> host.Hoo
     return with_keyframes(lab.hooks(name, strength), ScheduleKeyframes(parse(text)))
 
 
-def traced(lab: Any) -> tuple[Any, list[tuple[float, tuple[float, ...]]]]:
-    """A hooked model, and a list that gets (sigma, strengths) at every model call."""
+def traced(lab: Any, hooks: host.HookGroup) -> tuple[Any, list[tuple[float, tuple[float, ...]]]]:
+    """A hooked model, and a list that gets (sigma, strengths of the hooks) at every step."""
     hooked, trace = merged(lab.model()), []
 
-    def note(patcher: Any, hooks: host.HookGroup) -> None:
+    def note(executor: Any, model: Any, *args: Any) -> Any:
+        patcher = model.current_patcher
         trace.append((patcher.position[0], tuple(patcher.strength(hook) for hook in hooks.hooks)))
+        return executor(model, *args)
 
-    hooked.add_callback_with_key(host.CallbacksMP.ON_APPLY_HOOKS, "trace", note)
+    hooked.add_wrapper_with_key(host.WrappersMP.CALC_COND_BATCH, "trace", note)
     return hooked, trace
 
 
@@ -38,7 +40,7 @@ def strengths(trace: list) -> list[float]:
 
 def test_r86_split_sampling_gives_each_step_the_strength_of_the_unsplit_run(lab: Any) -> None:
     hooks = scheduled(lab, lab.inverted, "0: 0, 1: 1")
-    hooked, trace = traced(lab)
+    hooked, trace = traced(lab, hooks)
     conds = lab.cond(1, hooks=hooks), lab.cond(2)
     expected = lab.sample(hooked, *conds, steps=8)
     whole = list(trace)
@@ -52,8 +54,8 @@ def test_r86_split_sampling_gives_each_step_the_strength_of_the_unsplit_run(lab:
 
 def test_r87_a_new_strength_replaces_the_old_one(lab: Any) -> None:
     """0.9 then 1.0 is not 1.9: the second half of the run is the stock loader's at 1.0."""
-    hooked, trace = traced(lab)
     hooks = scheduled(lab, lab.inverted, "0: 0.9, 0.5: 1 hold")
+    hooked, trace = traced(lab, hooks)
     out = lab.sample(hooked, lab.cond(1, hooks=hooks), lab.cond(2, hooks=hooks), steps=4)
     assert strengths(trace) == [0.9, 0.9, 1.0, 1.0]
     stock = [lab.stock_lora(hooked, lab.inverted, s) for s in (0.9, 1.0)]
@@ -66,7 +68,7 @@ def test_r88_three_loras_take_turns(lab: Any) -> None:
     turns = {lab.inverted: "0: 1, 0.2: 0 hold, 0.6: 1 hold, 0.8: 0 hold", lab.slanted: "0: 0, 0.2: 1 hold, 0.4: 0 hold"}
     turns[lab.bold_next] = "0: 0, 0.4: 1 hold, 0.6: 0 hold, 0.8: 1 hold"
     hooks = combine(*(scheduled(lab, name, text) for name, text in turns.items()))
-    hooked, trace = traced(lab)
+    hooked, trace = traced(lab, hooks)
     lab.sample(hooked, lab.cond(1, hooks=hooks), lab.cond(2), steps=5)
     assert [values for _, values in trace] == [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 0), (0, 0, 1)]
     used = [[hook["lora"] for hook in group["hooks"]] for group in hooked.state.report.as_dict()["groups"]]
@@ -77,8 +79,8 @@ def test_r88_three_loras_take_turns(lab: Any) -> None:
 @pytest.mark.parametrize("percent", [0.0, 0.1, 0.25, 0.5, 0.77, 1.0])
 def test_r90_percent_means_sigma_for_every_scheduler(lab: Any, scheduler: str, percent: float) -> None:
     """A flow model with shift 1 is at progress 1 - sigma; guidance calls are not steps."""
-    hooked, trace = traced(lab)
     hooks = scheduled(lab, lab.inverted, f"0: 0.25, {percent}: 0.75 hold")
+    hooked, trace = traced(lab, hooks)
     lab.sample(hooked, lab.cond(1, hooks=hooks), lab.cond(2, hooks=hooks), steps=10, scheduler=scheduler)
     assert len(trace) == 10
     assert strengths(trace) == [0.75 if 1 - sigma >= percent - 1e-6 else 0.25 for sigma, _ in trace]
@@ -86,15 +88,15 @@ def test_r90_percent_means_sigma_for_every_scheduler(lab: Any, scheduler: str, p
 
 def test_r91_interpolated_strengths_at_each_step(lab: Any) -> None:
     """Merged weights are made for 16 levels of a slope, each at its true strength."""
-    hooked, trace = traced(lab)
     hooks = scheduled(lab, lab.inverted, "0: 0, 1: 1 ease_in")
+    hooked, trace = traced(lab, hooks)
     lab.sample(hooked, lab.cond(1, hooks=hooks), lab.cond(2), steps=8)
     assert strengths(trace) == [(step / 8) ** 2 for step in range(8)]
 
 
 def test_s8_second_run_starting_where_the_first_ended(lab: Any) -> None:
-    hooked, trace = traced(lab)
     hooks = scheduled(lab, lab.inverted, "0: 0.1, 0.75: 0.9 hold")
+    hooked, trace = traced(lab, hooks)
     conds = lab.cond(1, hooks=hooks), lab.cond(2)
     lab.sample(hooked, *conds, steps=4)
     lab.sample(hooked, *conds, steps=4, start_step=3, latent=torch.zeros(1, 16, 8, 8) + 0.1)
@@ -102,8 +104,8 @@ def test_s8_second_run_starting_where_the_first_ended(lab: Any) -> None:
 
 
 def test_strength_zero_part_of_a_schedule_computes_nothing(lab: Any) -> None:
-    hooked, _ = traced(lab)
     hooks = scheduled(lab, lab.inverted, "0: 0, 0.5: 0, 0.5: 1")
+    hooked, _ = traced(lab, hooks)
     lab.sample(hooked, lab.cond(1, hooks=hooks), lab.cond(2), steps=4)
     report = hooked.state.report.as_dict()
     assert [hook["strength"] for group in report["groups"] for hook in group["hooks"]] == [1.0]
