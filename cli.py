@@ -27,12 +27,29 @@ def main(argv: list[str] | None = None) -> int:
         "--out", type=Path, default=Path("output"), metavar="DIR", help="folder for the pictures (default: output)"
     )
     run.add_argument("--report", type=Path, metavar="FILE.json", help="write what the run did")
+    bench = commands.add_parser("bench", help="measure against the same runs without LoRA, as ratios (minutes)")
+    bench.add_argument("--host", choices=["embedded", "comfyui"], default="embedded", help="(default: embedded)")
+    bench.add_argument("--json", type=Path, metavar="FILE.json", help="write the table as JSON too")
     arguments = parser.parse_args(argv)
     try:
-        return _run(arguments)
+        return {"run": _run, "bench": _bench}[arguments.command](arguments)
     except HooklineError as error:
         print(f"hookline: {error}", file=sys.stderr)
         return 2
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    if arguments.host == "comfyui":
+        from .launch import start_comfyui
+
+        start_comfyui()
+    from .benchmarks import cases
+
+    rows = cases.run()
+    print(cases.markdown(rows))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(cases.as_json(rows), indent=2) + "\n")
+    return 0
 
 
 def _run(arguments: argparse.Namespace) -> int:

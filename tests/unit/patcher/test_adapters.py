@@ -1,0 +1,139 @@
+"""Additive forms against float64 formulas that share no code with them, and against the host's merged weight."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from hookline.host.embedded.lora import LoRAAdapter, calculate_weight
+from hookline.patcher.adapters import LowRank, NotAdditive, Offset, additive
+
+OUT, IN, RANK = 48, 40, 4
+
+
+def rnd(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def adapter(name: str, *weights: Tensor | float | None) -> SimpleNamespace:
+    """As the host's adapters look from outside."""
+    return SimpleNamespace(name=name, weights=weights)
+
+
+def difference(form: LowRank) -> Tensor:
+    """The weight difference that a form stands for, in float64."""
+    return form.scale * (form.up.double() @ form.down.flatten(1).double()).reshape(
+        form.up.shape[0], *form.down.shape[1:]
+    )
+
+
+def no_base() -> Tensor:
+    raise AssertionError("this kind does not need the base weight")
+
+
+def make(patch: object, shape: tuple[int, ...] = (OUT, IN), base: object = no_base, **kwargs: object) -> LowRank:
+    return additive(patch, "weight", torch.Size(shape), base, kwargs.get("offset"), kwargs.get("function"))
+
+
+def close(a: Tensor, b: Tensor) -> None:
+    """Factors are float32 (24 bits), products are summed in float64."""
+    torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("alpha", [None, 2.0])
+def test_lora(alpha: float | None) -> None:
+    up, down = rnd(OUT, RANK), rnd(RANK, IN)
+    form = make(adapter("lora", up, down, alpha, None, None, None))
+    expected = (up.double() @ down.double()) * (1 if alpha is None else alpha / RANK)
+    close(difference(form), expected)
+    # The factors are the file's own, not copies of another size.
+    assert form.down is down
+
+
+def test_lora_equals_the_hosts_merge() -> None:
+    patch = LoRAAdapter(rnd(OUT, RANK), rnd(RANK, IN), 2.0)
+    merged = calculate_weight([(0.5, patch, 1.0, None, None)], torch.zeros(OUT, IN), "x.weight")
+    close(0.5 * difference(make(patch)), merged.double())
+
+
+def test_locon_and_its_tucker_core() -> None:
+    up, down = rnd(OUT, RANK, 1, 1), rnd(RANK, IN, 3, 3)
+    form = make(adapter("lora", up, down, None, None, None, None), (OUT, IN, 3, 3))
+    close(difference(form), torch.einsum("or,rikl->oikl", up[..., 0, 0].double(), down.double()))
+    down, mid = rnd(RANK, IN, 1, 1), rnd(RANK, RANK, 3, 3)
+    form = make(adapter("lora", up, down, 2.0, mid, None, None), (OUT, IN, 3, 3))
+    expected = torch.einsum("or,rskl,si->oikl", *(t.double() for t in (up[..., 0, 0], mid, down[..., 0, 0]))) / 2
+    close(difference(form), expected)
+
+
+def test_linear_lora_on_a_pointwise_convolution() -> None:
+    up, down = rnd(OUT, RANK), rnd(RANK, IN)
+    form = make(adapter("lora", up, down, None, None, None, None), (OUT, IN, 1, 1))
+    close(difference(form)[..., 0, 0], up.double() @ down.double())
+
+
+def test_loha() -> None:
+    a1, b1, a2, b2 = rnd(OUT, 2), rnd(2, IN), rnd(OUT, 3) + 1, rnd(3, IN) + 1
+    form = make(adapter("loha", a1, b1, 4.0, a2, b2, None, None, None))
+    close(difference(form), (a1.double() @ b1.double()) * (a2.double() @ b2.double()) * 4 / 2)
+
+
+def test_lokr() -> None:
+    w1, a, b = rnd(4, 2), rnd(12, 3), rnd(3, 20)
+    form = make(adapter("lokr", w1, None, 6.0, None, None, a, b, None, None))
+    close(difference(form), torch.kron(w1.double(), a.double() @ b.double()) * 6 / 3)
+
+
+def test_glora_needs_the_base_weight_once() -> None:
+    a1, a2, b1, b2, weight = rnd(IN, RANK), rnd(RANK, IN) + 1, rnd(OUT, RANK), rnd(RANK, IN), rnd(OUT, IN)
+    form = make(adapter("glora", a1, a2, b1, b2, None, None), base=lambda: weight)
+    expected = weight.double() @ a1.double() @ a2.double() + b1.double() @ b2.double()
+    torch.testing.assert_close(difference(form), expected, rtol=1e-5, atol=1e-4)
+
+
+def test_slices_of_fused_weights() -> None:
+    up, down = rnd(16, RANK), rnd(RANK, IN)
+    form = make(adapter("lora", up, down, None, None, None, None), offset=(0, 32, 16))
+    assert form.out_slice == (32, 16) and form.in_slice is None
+    up, down = rnd(OUT, RANK), rnd(RANK, 8)
+    form = make(adapter("lora", up, down, None, None, None, None), offset=(1, 24, 8))
+    assert form.in_slice == (24, 8) and form.out_slice is None
+
+
+def test_row_functions() -> None:
+    up, down = rnd(OUT, RANK), rnd(RANK, IN)
+
+    def swap(weight: Tensor) -> Tensor:
+        return torch.cat(weight.chunk(2)[::-1])
+
+    form = make(adapter("lora", up, down, None, None, None, None), function=swap)
+    close(difference(form), swap(up.double() @ down.double()))
+    with pytest.raises(NotAdditive, match="does not act on rows alone"):
+        make(adapter("lora", up, down, None, None, None, None), function=lambda w: w.abs())
+
+
+def test_bias_difference() -> None:
+    form = additive(("diff", (rnd(OUT),)), "bias", torch.Size([OUT]), no_base, None, None)
+    assert isinstance(form, Offset) and torch.equal(form.vector, rnd(OUT))
+
+
+@pytest.mark.parametrize(
+    ("patch", "reason"),
+    [
+        (("diff", (rnd(OUT, IN),)), "dense difference"),
+        (("set", (rnd(OUT, IN),)), "replacement"),
+        (("model_as_lora", (rnd(OUT, IN),)), "difference to another model"),
+        (adapter("lora", rnd(OUT, 2), rnd(2, IN), None, None, rnd(OUT, 1), None), "DoRA"),
+        (adapter("lora", rnd(OUT, 2), rnd(2, IN), None, None, None, [96, IN]), "changes the weight's shape"),
+        (adapter("lora", rnd(OUT, 2), rnd(2, IN + 1), None, None, None, None), "do not fit"),
+        (adapter("loha", rnd(OUT, 8), rnd(8, IN), None, rnd(OUT, 8), rnd(8, IN), None, None, None), "too high to pay"),
+        (adapter("lokr", rnd(4, 2), rnd(12, 20), None, None, None, None, None, None, None), "whole second factor"),
+        (adapter("oft", rnd(4, 4)), "oft on a weight"),
+    ],
+)
+def test_what_has_no_additive_form_says_why(patch: object, reason: str) -> None:
+    with pytest.raises(NotAdditive, match=reason):
+        make(patch)

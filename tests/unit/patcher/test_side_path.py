@@ -1,0 +1,140 @@
+"""Parts of the side path on single layers, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hookline.host.embedded.lora import LoRAAdapter
+from hookline.patcher.adapters import NotAdditive
+from hookline.patcher.side_path import Entry, Layers, RowPlan, Rows, RowsDiffer, build
+
+
+def rnd(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def lora(seed: int, out: int, *inner: int, rank: int = 3) -> LoRAAdapter:
+    pointwise = [1] * (len(inner) - 1)
+    return LoRAAdapter(rnd(out, rank, *pointwise, seed=seed), rnd(rank, *inner, seed=seed + 50), 2.0)
+
+
+def delta(patch: LoRAAdapter) -> Tensor:
+    up, down, alpha = patch.weights[:3]
+    return torch.einsum("or,r...->o...", up.flatten(1).double(), down.double()) * alpha / down.shape[0]
+
+
+def patches(**by_key: object) -> dict[str, list[tuple]]:
+    return {key.replace("__", "."): [(1.0, patch, 1.0, None, None)] for key, patch in by_key.items()}
+
+
+LAYERS = {
+    "linear": (lambda: nn.Linear(8, 6), (8,), (5, 4, 8)),
+    "pointwise": (lambda: nn.Conv2d(8, 6, 1), (8, 1, 1), (5, 8, 7, 7)),
+    "conv": (lambda: nn.Conv2d(8, 6, 3, padding=1), (8, 3, 3), (5, 8, 7, 7)),
+    "strided": (lambda: nn.Conv2d(8, 6, 3, padding=1, stride=2, dilation=2), (8, 3, 3), (5, 8, 9, 9)),
+    "conv1d": (lambda: nn.Conv1d(8, 6, 3), (8, 3), (5, 8, 9)),
+    "conv3d": (lambda: nn.Conv3d(8, 6, 3, padding=(0, 1, 1)), (8, 3, 3, 3), (5, 8, 4, 5, 5)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", list(LAYERS))
+def test_mixed_rows_on_every_kind_of_layer(name: str, dtype: torch.dtype) -> None:
+    """Rows A, none, B, B, AB: each row against the layer with that row's weight in float64."""
+    make, inner, shape = LAYERS[name]
+    model = nn.ModuleDict({"layer": make()}).to(dtype).requires_grad_(False)
+    a, b = lora(1, 6, *inner), lora(2, 6, *inner)
+    set_a, set_b = (build(model, [patches(layer__weight=p)], dtype) for p in (a, b))
+    set_ab = build(model, [patches(layer__weight=a), patches(layer__weight=b)], dtype)
+    rows_b = Entry(set_b, (0.5,))
+    entries = [Entry(set_a, (1.0,)), Entry(None), rows_b, rows_b, Entry(set_ab, (-0.3, 0.7))]
+    x, layers = rnd(*shape).to(dtype), Layers()
+    with layers.hooked(model, ["layer"]), layers.calling(RowPlan.of(entries)):
+        out = model["layer"](x)
+    for row, change in enumerate(
+        [delta(a), 0 * delta(a), 0.5 * delta(b), 0.5 * delta(b), -0.3 * delta(a) + 0.7 * delta(b)]
+    ):
+        exact = make().double().requires_grad_(False)
+        exact.weight.copy_(model["layer"].weight.double() + change.reshape(exact.weight.shape))
+        exact.bias.copy_(model["layer"].bias.double())
+        expected = exact(x[row : row + 1].double())
+        # Relative to the largest output: float32 sums of up to 216 products; bfloat16 keeps 8 bits of factors, of the
+        # intermediate result and of the output.
+        tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+        assert (out[row : row + 1].double() - expected).abs().max() <= tolerance * expected.abs().max(), row
+
+
+def test_slices_and_offsets() -> None:
+    model = nn.ModuleDict({"qkv": nn.Linear(8, 18)}).requires_grad_(False)
+    q, v, bias = lora(1, 6, 8), lora(2, 6, 8), rnd(18)
+    keyed = {
+        "qkv.weight": [(1.0, q, 1.0, (0, 0, 6), None), (1.0, v, 1.0, (0, 12, 6), None)],
+        "qkv.bias": [(1.0, ("diff", (bias,)), 1.0, None, None)],
+    }
+    entry, x, layers = Entry(build(model, [keyed], torch.float32), (0.5,)), rnd(2, 3, 8), Layers()
+    base = model["qkv"](x).double()
+    with layers.hooked(model, ["qkv"]), layers.calling(RowPlan.of([entry, Entry(None)])):
+        out = model["qkv"](x)
+    change = torch.zeros(18, 8).double()
+    change[:6], change[12:] = delta(q), delta(v)
+    expected = base + torch.cat([0.5 * (x[:1].double() @ change.T + bias.double()), torch.zeros(1, 3, 18)])
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_other_rows_are_never_guessed() -> None:
+    model = nn.ModuleDict({"layer": nn.Linear(8, 6)}).requires_grad_(False)
+    entry, layers = Entry(build(model, [patches(layer__weight=lora(1, 6, 8))], torch.float32), (1.0,)), Layers()
+    with layers.hooked(model, ["layer"]):
+        with (
+            layers.calling(RowPlan.of([entry, Entry(None)])),
+            pytest.raises(RowsDiffer, match="layer: 4 rows in a model"),
+        ):
+            model["layer"](rnd(4, 8))
+        with layers.calling(RowPlan.of([entry, entry])):
+            assert model["layer"](rnd(4, 8)).shape == (4, 6)
+
+
+def test_plan_joins_neighbours_and_skips_rows_without_a_set() -> None:
+    model = nn.ModuleDict({"layer": nn.Linear(8, 6)})
+    side_set = build(model, [patches(layer__weight=lora(1, 6, 8))], torch.float32)
+    a, b, none = Entry(side_set, (1.0,)), Entry(side_set, (0.5,)), Entry(None)
+    plan = RowPlan.of([a, a, none, b, a])
+    assert [(start, stop) for start, stop, _ in plan.segments] == [(0, 2), (3, 4), (4, 5)]
+    assert not plan.uniform and RowPlan.of([b, b]).uniform
+    assert plan.missed() == {"layer"}
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (nn.Embedding(6, 8), "Embedding"),
+        (nn.ConvTranspose2d(8, 6, 3), "ConvTranspose2d"),
+        (nn.Conv2d(8, 6, 1, padding_mode="circular", padding=0), "padding of its own"),
+        (nn.LayerNorm(8), "LayerNorm"),
+    ],
+)
+def test_layers_without_a_side_path(layer: nn.Module, reason: str) -> None:
+    with pytest.raises(NotAdditive, match=reason):
+        build(nn.ModuleDict({"layer": layer}), [patches(layer__weight=lora(1, 6, 8))], torch.float32)
+
+
+def test_factors_keep_the_files_precision_where_it_is_lower() -> None:
+    """fp16 factors under fp32 compute stay fp16: half the memory, and exact."""
+    model = nn.ModuleDict({"layer": nn.Linear(8, 6)})
+    half = lora(1, 6, 8)
+    half.weights = tuple(t.half() if isinstance(t, Tensor) else t for t in half.weights)
+    side_set = build(model, [patches(layer__weight=half)], torch.float32)
+    assert {buffer.dtype for buffer in side_set.buffers()} == {torch.float16}
+    side_set = build(model, [patches(layer__weight=lora(1, 6, 8))], torch.bfloat16)
+    assert {buffer.dtype for buffer in side_set.buffers()} == {torch.bfloat16}
+
+
+def test_rows_travel_like_any_condition() -> None:
+    one, two = Rows(torch.tensor([1]), batched=True), Rows(torch.tensor([2]), batched=True)
+    assert one.process_cond(batch_size=3, area=None).cond.tolist() == [1, 1, 1]
+    assert one.can_concat(two) and one.concat([two, one]).tolist() == [1, 2, 1]
+    alone = Rows(torch.tensor([1]), batched=False)
+    assert not alone.can_concat(two) and alone.can_concat(Rows(torch.tensor([1]), batched=False))
+    assert one.size() == [1]
