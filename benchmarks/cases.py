@@ -62,12 +62,12 @@ def _rows(model: Any, names: list[str], folder: Path) -> Iterator[Row]:
         if k == 2 and schedule is None:
             own_cost, two = step_ratio(ours, base), conds
         if host.name == "comfyui":
-            core, base = interleaved(lambda c=conds: Run(model, c), lambda k=k: Run(model, plain[k]), rounds=2)
+            core, base = interleaved(lambda c=conds: Run(model, c), lambda k=k: Run(model, plain[k]), rounds=3)
             yield Row(f"{title}: ComfyUI's own hooks", against, step_ratio(core, base), None, _forwards(core[-1]))
 
     Run(side, two)
     again, base = interleaved(lambda: Run(side, two, seed=2), lambda: Run(model, plain[2], seed=2))
-    ratio = median([r.stop - r.start for r in again]) / median([r.stop - r.start for r in base])
+    ratio = median([(a.stop - a.start) / (b.stop - b.start) for a, b in zip(again, base)])
     counts = f"{side.state.report.weights_computed} weights computed, 0 files read"
     yield Row("second run, only the seed changed, whole", "a whole run without LoRA", ratio, own_cost * 1.05, counts)
 

@@ -108,7 +108,7 @@ def _sample(model: Any, noise: Tensor, conds: tuple[list, list], latent: Tensor,
         sample(model, *arguments, callback=callback)
 
 
-def interleaved(first: Callable[[], Run], second: Callable[[], Run], rounds: int = 5) -> tuple[list[Run], list[Run]]:
+def interleaved(first: Callable[[], Run], second: Callable[[], Run], rounds: int = 7) -> tuple[list[Run], list[Run]]:
     """A B A B ..., after one of each to warm up."""
     first(), second()
     runs = [(first(), second()) for _ in range(rounds)]
@@ -120,4 +120,5 @@ def median(values: list[float]) -> float:
 
 
 def step_ratio(first: list[Run], second: list[Run]) -> float:
-    return median([s for run in first for s in run.steps]) / median([s for run in second for s in run.steps])
+    """Of each pair of runs the ratio of their median steps, of those the median: a machine's drift cancels."""
+    return median([median(a.steps) / median(b.steps) for a, b in zip(first, second)])

@@ -7,11 +7,19 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from reprlib import repr as shown
+from typing import Any
 
 from ..errors import HooklineError
 
 CURVES = ("linear", "ease_in", "ease_out", "ease", "hold")
 MAX_POINTS, MAX_TEXT, MAX_STRENGTH = 1000, 100_000, 20.0
+
+# Spelled out where Python's own reading is wider than JavaScript's: float() takes "1_0" and other scripts' digits,
+# str.splitlines() takes form feeds.
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+_NEW_LINE = re.compile(r"\r\n|\r|\n")
+_BETWEEN_ITEMS = re.compile(r"[\s,]*")
 
 
 class ScheduleError(HooklineError):
@@ -90,7 +98,7 @@ def parse(text: str) -> Schedule:
 
 
 def _text_points(text: str) -> Iterator[tuple[Point, int, int]]:
-    for line, content in enumerate(text.splitlines(), start=1):
+    for line, content in enumerate(_NEW_LINE.split(text), start=1):
         for part in re.finditer(r"[^,]+", content.split("#", 1)[0]):
             words = list(re.finditer(r"[^\s:]+|:", part.group()))
             if words:
@@ -106,40 +114,53 @@ def _point(words: list[re.Match[str]], line: int, offset: int) -> Point:
     progress = _number(*expect(0, "a progress"), line)
     colon, column = expect(1, "':' after the progress")
     if colon != ":":
-        raise ScheduleError(f"expected ':' after the progress, not {colon!r}", line, column)
+        raise ScheduleError(f"expected ':' after the progress, not {shown(colon)}", line, column)
     strength = _number(*expect(2, "a strength after ':'"), line)
     curve = "linear"
     if len(words) > 3:
         curve, column = expect(3, "a curve")
         if curve not in CURVES:
-            raise ScheduleError(f"unknown curve {curve!r}; known: {', '.join(CURVES)}", line, column)
+            raise ScheduleError(f"unknown curve {shown(curve)}; known: {', '.join(CURVES)}", line, column)
     if len(words) > 4:
         extra, column = expect(4, "")
-        raise ScheduleError(f"expected a comma or a new line, not {extra!r}", line, column)
+        raise ScheduleError(f"expected a comma or a new line, not {shown(extra)}", line, column)
     return Point(progress, strength, curve)
 
 
 def _number(word: str, column: int, line: int) -> float:
-    try:
-        return float(word)
-    except ValueError:
-        raise ScheduleError(f"expected a number, not {word!r}", line, column) from None
+    if not _NUMBER.fullmatch(word):
+        raise ScheduleError(f"expected a number, not {shown(word)}", line, column)
+    return float(word)
 
 
 def _json_points(text: str) -> Iterator[tuple[Point, int, int]]:
+    # Integers as floats: a very long one is then infinite, where int() or float() of it would raise.
+    decoder = json.JSONDecoder(parse_int=float)
     try:
-        items = json.loads(text)
+        count = len(decoder.decode(text))
     except json.JSONDecodeError as error:
         raise ScheduleError(f"not valid JSON: {error.msg}", error.lineno, error.colno) from None
-    for number, item in enumerate(items, start=1):
-        if isinstance(item, dict):
-            item = [item.get("progress"), item.get("strength"), item.get("curve", "linear")]
-        values = [*item, "linear"][:3] if isinstance(item, list) and len(item) in (2, 3) else [None, None, None]
-        if not all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values[:2]):
-            raise ScheduleError(f"item {number}: expected [progress, strength] or [progress, strength, curve]")
-        if values[2] not in CURVES:
-            raise ScheduleError(f"item {number}: unknown curve {values[2]!r}; known: {', '.join(CURVES)}")
-        yield Point(float(values[0]), float(values[1]), values[2]), 1, 1
+    except RecursionError:
+        raise ScheduleError("not a list of points: nested too deeply") from None
+    end = text.index("[") + 1
+    for number in range(1, count + 1):
+        # Read again, item by item, to know where each one is.
+        start = _BETWEEN_ITEMS.match(text, end).end()
+        item, end = decoder.raw_decode(text, start)
+        line, column = text.count("\n", 0, start) + 1, start - text.rfind("\n", 0, start)
+        yield _json_point(item, f"item {number}", line, column), line, column
+
+
+def _json_point(item: Any, name: str, line: int, column: int) -> Point:
+    if isinstance(item, dict) and {"progress", "strength"} <= set(item) <= {"progress", "strength", "curve"}:
+        item = [item["progress"], item["strength"], item.get("curve", "linear")]
+    if not isinstance(item, list) or len(item) not in (2, 3) or not all(isinstance(v, float) for v in item[:2]):
+        forms = '[progress, strength], [progress, strength, curve] or {"progress": .., "strength": .., "curve": ..}'
+        raise ScheduleError(f"{name}: expected {forms}", line, column)
+    progress, strength, curve = [*item, "linear"][:3]
+    if curve not in CURVES:
+        raise ScheduleError(f"{name}: unknown curve {shown(curve)}; known: {', '.join(CURVES)}", line, column)
+    return Point(progress, strength, curve)
 
 
 def _check(point: Point, before: Point | None, line: int, column: int) -> None:

@@ -22,11 +22,13 @@ class SetClipHooks(io.ComfyNode):
                 io.Boolean.Input(
                     "apply_to_conds",
                     default=True,
+                    advanced=True,
                     tooltip="Also put the hooks on the conditioning that this CLIP makes: they act on the model too.",
                 ),
                 io.Boolean.Input(
                     "schedule_clip",
                     default=False,
+                    advanced=True,
                     tooltip="Let the text encoder follow the hooks' schedule. Text is encoded once for each strength.",
                 ),
                 io.Hooks.Input("hooks", optional=True, tooltip="The hooks; without any, the CLIP passes through."),

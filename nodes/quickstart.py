@@ -27,6 +27,10 @@ class TinyModel(io.ComfyNode):
         )
 
     @classmethod
+    def fingerprint_inputs(cls) -> str:
+        return ":".join(str(file.stat().st_mtime_ns) for file in (MODEL_FILE, TEXT_ENCODER_FILE))
+
+    @classmethod
     def execute(cls) -> io.NodeOutput:
         model = make_model({key: tensor.float() for key, tensor in load_file(MODEL_FILE).items()})
         encoder = TinyTextEncoder()

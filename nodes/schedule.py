@@ -56,7 +56,7 @@ class SetKeyframes(io.ComfyNode):
             inputs=[
                 io.Hooks.Input("hooks", tooltip="The hooks that get the schedule."),
                 io.HookKeyframes.Input(
-                    "hook_kf", optional=True, tooltip="The schedule; without one the hooks lose theirs."
+                    "hook_kf", optional=True, tooltip="The schedule; without one the hooks pass through unchanged."
                 ),
             ],
             outputs=[io.Hooks.Output(tooltip="The same hooks, following the schedule.")],
@@ -64,7 +64,7 @@ class SetKeyframes(io.ComfyNode):
 
     @classmethod
     def execute(cls, hooks: HookGroup, hook_kf: HookKeyframeGroup | None = None) -> io.NodeOutput:
-        return io.NodeOutput(with_keyframes(hooks, hook_kf))
+        return io.NodeOutput(hooks if hook_kf is None else with_keyframes(hooks, hook_kf))
 
 
 NODES = [Schedule, SetKeyframes]

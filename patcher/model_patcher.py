@@ -42,6 +42,7 @@ class ModelState:
         self.layers = Layers()
         self.unreachable: set[str] = set()
         self.bank = Bank()
+        self.bank_patcher: host.ModelPatcher | None = None
         # For the run in progress: entries by number, their numbers by content, plans by content.
         self.entries: list[Entry] = [Entry(None)]
         self.numbers: dict[tuple, int] = {}
@@ -94,6 +95,9 @@ class HookModelPatcher(host.ModelPatcher):
     def clone(self, *args: Any, **kwargs: Any) -> HookModelPatcher:
         copy = super().clone(*args, **kwargs)
         copy.path = self.path
+        if KEY in copy.additional_models:
+            # The host clones these too, but a bank belongs to the model and has one patcher.
+            copy.additional_models[KEY] = list(self.additional_models[KEY])
         return copy
 
     # ---- hooks of a run
@@ -220,10 +224,18 @@ class HookModelPatcher(host.ModelPatcher):
             yield
 
     def _load_with_model(self, sets: list[nn.Module]) -> None:
-        bank = self.state.bank
-        if sets and list(bank.sets) != sets:
-            bank.sets = nn.ModuleList(sets)
-            self.set_additional_models(KEY, [host.ModelPatcher(bank, self.load_device, self.offload_device)])
+        """Have the host load these sets together with the model."""
+        state = self.state
+        if not sets:
+            return
+        if state.bank_patcher is None:
+            state.bank_patcher = host.ModelPatcher(state.bank, self.load_device, self.offload_device)
+        if list(state.bank.sets) != sets:
+            # The host takes a loaded model to be loaded whole: what is new would stay on the other device.
+            state.bank_patcher.detach()
+            state.bank_patcher.size = 0
+            state.bank.sets = nn.ModuleList(sets)
+        self.set_additional_models(KEY, [state.bank_patcher])
 
     def plan(self, active: list[tuple[KnownHook, float]]) -> Plan:
         """The path of these LoRAs together, whatever their strengths."""
