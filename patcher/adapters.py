@@ -1,4 +1,4 @@
-"""Adapters as something added beside a layer: y + strength * B (A x), or + strength * a vector.
+"""Adapters as something added beside a layer: y + strength * B (A x), and the like.
 
 Exact, not an approximation: a kind without such a form has none here and takes the merged path. The factors are those
 of the host's adapters (`weights` as ComfyUI's `comfy.weight_adapter` holds them).
@@ -37,7 +37,25 @@ class Offset:
     vector: Tensor
 
 
-Additive = LowRank | Offset
+@dataclass(frozen=True)
+class OutputGain:
+    """A factor [out] by which the layer's own output, without its bias, is added once more."""
+
+    gain: Tensor
+
+
+@dataclass(frozen=True)
+class Affine:
+    """A change [width] of a norm layer's weight."""
+
+    weight: Tensor
+
+
+Additive = LowRank | Offset | OutputGain | Affine
+
+
+Form = tuple[LowRank, Tensor | None]
+"""The low-rank factors of an adapter, and the magnitudes if it is a DoRA."""
 
 
 class NotAdditive(ValueError):
@@ -46,34 +64,55 @@ class NotAdditive(ValueError):
 
 def additive(
     patch: Any, name: str, shape: torch.Size, base: Callable[[], Tensor], offset: Any, function: Any
-) -> Additive:
-    """The additive form of `patch` for the parameter `name` ("weight" or "bias") of logical `shape`.
+) -> list[Additive]:
+    """The additive forms of `patch` for the parameter `name` ("weight" or "bias") of logical `shape`.
 
     `base()` gives the parameter in float32, for kinds that need it; `offset` is (dim, start, length) of a slice.
 
     Raises:
         NotAdditive: there is no such form, or the patch does not fit the shape.
     """
+    if isinstance(patch, tuple):
+        return [_difference(patch, name, shape, offset, function)]
     if offset is not None:
         shape = torch.Size([offset[2] if dim == offset[0] else size for dim, size in enumerate(shape)])
-    if isinstance(patch, tuple):
-        if patch[0] == "diff" and name == "bias" and function is None and offset is None:
-            if patch[1][0].shape != shape:
-                raise NotAdditive(f"bias difference of shape {tuple(patch[1][0].shape)} for {tuple(shape)}")
-            return Offset(patch[1][0].float())
-        raise NotAdditive(f"{_KIND_NAMES.get(patch[0], patch[0])} of the {name}")
     make = _FORMS.get(getattr(patch, "name", None))
     if make is None or name != "weight" or len(shape) < 2:
         raise NotAdditive(f"{getattr(patch, 'name', type(patch).__name__)} on a {name} of {len(shape)} dimensions")
-    form = make(patch.weights, shape, base)
+    form, magnitude = make(patch.weights, shape, base)
     if form.down.shape[1:] != shape[1:] or form.up.shape[0] != shape[0] or form.down.shape[0] != form.up.shape[1]:
         raise NotAdditive(f"factors {tuple(form.up.shape)} and {tuple(form.down.shape)} do not fit {tuple(shape)}")
+    if magnitude is not None:
+        if offset is not None or function is not None:
+            raise NotAdditive("DoRA on a slice or with a row function")
+        return _dora(form, magnitude, base())
     if function is not None:
         form = _with_row_function(form, function)
     if offset is not None:
         part = {0: "out_slice", 1: "in_slice"}[offset[0]]
         form = replace(form, **{part: (offset[1], offset[2])})
-    return form
+    return [form]
+
+
+def _difference(patch: tuple, name: str, shape: torch.Size, offset: Any, function: Any) -> Additive:
+    if patch[0] != "diff" or len(shape) != 1 or function is not None or offset is not None:
+        raise NotAdditive(f"{_KIND_NAMES.get(patch[0], patch[0])} of the {name}")
+    if patch[1][0].shape != shape:
+        raise NotAdditive(f"{name} difference of shape {tuple(patch[1][0].shape)} for {tuple(shape)}")
+    return Offset(patch[1][0].float()) if name == "bias" else Affine(patch[1][0].float())
+
+
+def _dora(form: LowRank, magnitude: Tensor, weight: Tensor) -> list[Additive]:
+    """DoRA (arXiv 2402.09353), magnitudes per output: W becomes W + s (g (W + BA) - W), g = magnitude / |W| per row.
+
+    The norm is that of the base weight, as in ComfyUI's loader (`weight_decompose` in `comfy.weight_adapter.base`).
+    """
+    out = weight.shape[0]
+    if magnitude.numel() != out or magnitude.shape[0] != out:
+        raise NotAdditive("DoRA with magnitudes per input")
+    norm = weight.flatten(1).norm(dim=1) + torch.finfo(torch.float32).eps
+    gain = magnitude.float().reshape(out) / norm
+    return [OutputGain(gain - 1), replace(form, up=form.up.float() * gain[:, None])]
 
 
 _KIND_NAMES = {"diff": "dense difference", "set": "replacement", "model_as_lora": "difference to another model"}
@@ -92,11 +131,9 @@ def _scale(alpha: float | None, rank: int) -> float:
     return 1.0 if alpha is None else alpha / rank
 
 
-def _lora(weights: tuple, shape: torch.Size, base: Callable[[], Tensor]) -> LowRank:
+def _lora(weights: tuple, shape: torch.Size, base: Callable[[], Tensor]) -> Form:
     """LoRA and LoCon (arXiv 2106.09685), with LyCORIS's Tucker core between the factors."""
     up, down, alpha, mid, dora, reshape = weights[:6]
-    if dora is not None:
-        raise NotAdditive("DoRA")
     if reshape is not None and tuple(reshape) != tuple(shape):
         raise NotAdditive("a LoRA that changes the weight's shape")
     rank = down.shape[0]
@@ -105,45 +142,45 @@ def _lora(weights: tuple, shape: torch.Size, base: Callable[[], Tensor]) -> LowR
         down = torch.einsum("rskl,si->rikl", mid.float(), down.float().flatten(1))
     elif down.dim() != len(shape):
         down = down.reshape(down.shape[0], *shape[1:]) if down[0].numel() == shape[1:].numel() else down
-    return LowRank(down, up.flatten(1), _scale(alpha, rank))
+    return LowRank(down, up.flatten(1), _scale(alpha, rank)), dora
 
 
-def _loha(weights: tuple, shape: torch.Size, base: Callable[[], Tensor]) -> LowRank:
+def _loha(weights: tuple, shape: torch.Size, base: Callable[[], Tensor]) -> Form:
     """LoHa (arXiv 2108.06098): (a1 b1) * (a2 b2) has the products of the factors' columns as factors, of rank r1 r2."""
     a1, b1, alpha, a2, b2, t1, t2, dora = weights[:8]
-    if dora is not None or t1 is not None or t2 is not None:
-        raise NotAdditive("LoHa with DoRA or a Tucker core")
+    if t1 is not None or t2 is not None:
+        raise NotAdditive("LoHa with a Tucker core")
     a1, b1, a2, b2 = (factor.float() for factor in (a1, b1, a2, b2))
     up = (a1[:, :, None] * a2[:, None, :]).flatten(1)
     down = (b1[:, None, :] * b2[None, :, :]).flatten(0, 1)
     if up.shape[1] > min(shape[0], shape[1:].numel()) / 4:
         raise NotAdditive("LoHa whose rank is too high to pay")
-    return LowRank(down.reshape(down.shape[0], *shape[1:]), up, _scale(alpha, b1.shape[0]))
+    return LowRank(down.reshape(down.shape[0], *shape[1:]), up, _scale(alpha, b1.shape[0])), dora
 
 
-def _lokr(weights: tuple, shape: torch.Size, base: Callable[[], Tensor]) -> LowRank:
+def _lokr(weights: tuple, shape: torch.Size, base: Callable[[], Tensor]) -> Form:
     """LoKr: kron(w1, w2) with w2 = a b of rank r is kron(w1, a) kron(1, b), of rank r times w1's columns."""
     w1, w2, alpha, w1_a, w1_b, w2_a, w2_b, t2, dora = weights[:9]
-    if dora is not None or t2 is not None or w2 is not None or len(shape) != 2:
-        raise NotAdditive("LoKr with a whole second factor, a Tucker core or DoRA, or on a convolution")
+    if t2 is not None or w2 is not None or len(shape) != 2:
+        raise NotAdditive("LoKr with a whole second factor or a Tucker core, or on a convolution")
     w1 = w1_a.float() @ w1_b.float() if w1 is None else w1.float()
     up = torch.kron(w1, w2_a.float())
     down = torch.kron(torch.eye(w1.shape[1]), w2_b.float())
     if up.shape[1] > min(shape) / 4:
         raise NotAdditive("LoKr whose rank is too high to pay")
-    return LowRank(down, up, _scale(alpha, w2_b.shape[0]))
+    return LowRank(down, up, _scale(alpha, w2_b.shape[0])), dora
 
 
-def _glora(weights: tuple, shape: torch.Size, base: Callable[[], Tensor]) -> LowRank:
+def _glora(weights: tuple, shape: torch.Size, base: Callable[[], Tensor]) -> Form:
     """GLoRA (arXiv 2306.07967) on a Linear: W a1 a2 + b1 b2; the first needs the base weight, once."""
     a1, a2, b1, b2, alpha, dora = weights[:6]
     if dora is not None or len(shape) != 2 or a1.shape[0] != shape[1] or b1.shape[0] != shape[0]:
         raise NotAdditive("GLoRA with DoRA, in its old layout, or on a convolution")
     up = torch.cat([base() @ a1.float(), b1.float()], dim=1)
-    return LowRank(torch.cat([a2.float(), b2.float()]), up, _scale(alpha, a2.shape[0]))
+    return LowRank(torch.cat([a2.float(), b2.float()]), up, _scale(alpha, a2.shape[0])), None
 
 
-_FORMS: dict[str | None, Callable[[tuple, torch.Size, Callable[[], Tensor]], LowRank]] = {
+_FORMS: dict[str | None, Callable[[tuple, torch.Size, Callable[[], Tensor]], Form]] = {
     "lora": _lora,
     "loha": _loha,
     "lokr": _lokr,

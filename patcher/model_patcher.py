@@ -220,7 +220,7 @@ class HookModelPatcher(host.ModelPatcher):
         plans = [self.plan([(k, 1.0) for k in group if k.mapping.patches]) for group in known]
         self._load_with_model([plan.side_set for plan in plans if plan.side_set is not None])
         paths = {weight_key(key).rpartition(".")[0] for group in known for k in group for key in k.mapping.patches}
-        with state.layers.hooked(self.model, paths if self.path != "merged" else set()):
+        with state.layers.hooked(self.model, set() if self.path == "merged" or self._is_compiled() else paths):
             yield
 
     def _load_with_model(self, sets: list[nn.Module]) -> None:
@@ -250,6 +250,8 @@ class HookModelPatcher(host.ModelPatcher):
             return Plan(None, "asked for")
         if not active:
             return Plan(None, "nothing to do")
+        if self._is_compiled():
+            return self._must_merge("the model is compiled, and torch ignores hooks on layers then")
         state = self.state
         patches = [_by_weight([(known, 1.0)]) for known, _ in active]
         missed = sorted({key.rpartition(".")[0] for keyed in patches for key in keyed} & state.unreachable)
@@ -264,6 +266,10 @@ class HookModelPatcher(host.ModelPatcher):
                 return self._must_merge(str(reason))
             state.cache.put(key, side_set, self.load_device)
         return Plan(side_set, "added beside the layers, no weight is touched")
+
+    def _is_compiled(self) -> bool:
+        wrapped = "torch.compile" in self.wrappers.get(WrappersMP.APPLY_MODEL, {})
+        return wrapped or any(hasattr(module, "_orig_mod") for module in self.model.modules())
 
     def _must_merge(self, reason: str) -> Plan:
         if self.path == "side_path" or self.is_dynamic():

@@ -98,7 +98,9 @@ def apply_model(executor: Callable, *args: Any, **kwargs: Any) -> Any:
     if plan is not None and not plan.uniform and plan.rows != args[0].shape[0]:
         raise RowsDiffer(f"{args[0].shape[0]} rows in a batch marked for {plan.rows}")
     state.report.forward(float(args[1][0]))
-    with state.layers.calling(plan), state.journal.swapped_in(options.get(MERGED_SET)):
+    # Taken out: a compiled model would compile again for options of another length.
+    merged = options.pop(MERGED_SET, None)
+    with state.layers.calling(plan), state.journal.swapped_in(merged):
         out = executor(*args, **kwargs)
     if plan is not None and plan.missed():
         logging.debug("Hookline: not called: %s", plan.missed())

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import host
-from .adapters import Additive, LowRank, NotAdditive, Offset, additive
+from .adapters import Additive, Affine, LowRank, NotAdditive, Offset, OutputGain, additive
 
 _CONVOLUTIONS = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
 
@@ -37,6 +37,7 @@ class Piece(nn.Module):
         self.out_slice, self.in_slice = first.out_slice, first.in_slice
         self.owners = tuple((owner, part.scale) for owner, part in parts)
         self.ranks = tuple(part.up.shape[1] for _, part in parts)
+        self._columns: tuple[Any, Tensor] | None = None
         self.register_buffer("down", _narrow(torch.cat([part.down for _, part in parts]), dtype))
         self.register_buffer("up", _narrow(torch.cat([part.up for _, part in parts], dim=1), dtype))
 
@@ -45,8 +46,12 @@ class Piece(nn.Module):
         values = [strengths[owner] * scale for owner, scale in self.owners]
         if len(set(values)) == 1:
             return values[0]
-        columns = [value for value, rank in zip(values, self.ranks) for _ in range(rank)]
-        return torch.tensor(columns, dtype=like.dtype, device=like.device)
+        key = (tuple(values), like.dtype, like.device)
+        if self._columns is None or self._columns[0] != key:
+            columns = [value for value, rank in zip(values, self.ranks) for _ in range(rank)]
+            # Kept while strengths stay: making it again would wait for the device at every call.
+            self._columns = (key, torch.tensor(columns, dtype=like.dtype, device=like.device))
+        return self._columns[1]
 
 
 def _narrow(factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -60,18 +65,32 @@ class LayerPart(nn.Module):
     def __init__(self, parts: list[tuple[int, Additive]], dtype: torch.dtype) -> None:
         super().__init__()
         low_rank: dict[tuple, list[tuple[int, LowRank]]] = {}
-        offsets = [(owner, part) for owner, part in parts if isinstance(part, Offset)]
         for owner, part in parts:
             if isinstance(part, LowRank):
                 low_rank.setdefault((part.out_slice, part.in_slice), []).append((owner, part))
         self.pieces = nn.ModuleList(Piece(pieces, dtype) for pieces in low_rank.values())
-        self.offset_owners = tuple(owner for owner, _ in offsets)
-        self.register_buffer("offsets", torch.stack([o.vector for _, o in offsets]) if offsets else None)
+        self.gains = self._keep("gain", [(owner, p.gain) for owner, p in parts if isinstance(p, OutputGain)])
+        self.offsets = self._keep("offset", [(owner, p.vector) for owner, p in parts if isinstance(p, Offset)])
+        self.affines = self._keep("affine", [(owner, p.weight) for owner, p in parts if isinstance(p, Affine)])
+
+    def _keep(self, kind: str, vectors: list[tuple[int, Tensor]]) -> list[tuple[int, str]]:
+        """Vectors as buffers, so that they move with the module; -> (owner, name of the buffer)."""
+        for i, (_, vector) in enumerate(vectors):
+            self.register_buffer(f"{kind}{i}", vector)
+        return [(owner, f"{kind}{i}") for i, (owner, _) in enumerate(vectors)]
 
     def add(self, module: nn.Module, x: Tensor, out: Tensor, strengths: tuple[float, ...]) -> None:
         """Add to `out` [rows, ..., out] (channels second in a convolution), given the layer's input `x`, in place."""
         convolution = _convolution(module)
         channel = 1 if convolution else -1
+
+        def across(vector: Tensor) -> Tensor:
+            return vector.to(out).view(-1, *[1] * (out.dim() - 2)) if convolution else vector.to(out)
+
+        # Gains act on the layer's own output, so they come before anything is added to it.
+        for owner, name in self.gains:
+            own = out if module.bias is None else out - across(module.bias)
+            out.addcmul_(own, across(getattr(self, name)), value=strengths[owner])
         for piece in self.pieces:
             part = x if piece.in_slice is None else x.narrow(channel, *piece.in_slice)
             target = out if piece.out_slice is None else out.narrow(channel, *piece.out_slice)
@@ -83,9 +102,17 @@ class LayerPart(nn.Module):
                 target.add_(convolution(h, up.view(*up.shape, *[1] * (h.dim() - 2))))
             else:
                 _add_linear(part, down, up, scale, target)
-        for row, owner in enumerate(self.offset_owners):
-            vector = self.offsets[row].to(out)
-            out.add_(vector.view(-1, *[1] * (out.dim() - 2)) if convolution else vector, alpha=strengths[owner])
+        for owner, name in self.offsets:
+            out.add_(across(getattr(self, name)), alpha=strengths[owner])
+        for owner, name in self.affines:
+            # A norm layer's output is linear in its weight.
+            out.add_(_normalized(module, x, getattr(self, name).to(x)), alpha=strengths[owner])
+
+
+def _normalized(module: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
+    if isinstance(module, nn.LayerNorm):
+        return F.layer_norm(x, module.normalized_shape, weight, None, module.eps)
+    return F.rms_norm(x, weight.shape, weight, module.eps)
 
 
 def _add_linear(x: Tensor, down: Tensor, up: Tensor, scale: float | Tensor, out: Tensor) -> None:
@@ -143,22 +170,28 @@ def build(model: nn.Module, patches: list[dict[str, list[tuple]]], dtype: torch.
                 return weight if convert is None else convert(weight, inplace=True)
 
             for _, patch, _, offset, function in key_patches:
+                before = layers.setdefault(path, [])
                 try:
-                    form = additive(patch, name, module._parameters[name].shape, base, offset, function)
+                    forms = additive(patch, name, module._parameters[name].shape, base, offset, function)
+                    if before and any(isinstance(form, OutputGain) for form in forms):
+                        raise NotAdditive("DoRA on top of another LoRA")
                 except NotAdditive as reason:
                     raise NotAdditive(f"{key}: {reason}") from None
-                layers.setdefault(path, []).append((owner, form))
+                before.extend((owner, form) for form in forms)
     return SideSet({path: LayerPart(parts, dtype) for path, parts in layers.items()}, originals)
 
 
 def _check_layer(module: nn.Module, key: str) -> None:
     weight = getattr(module, "weight", None)
-    if isinstance(module, (nn.Embedding, nn.modules.conv._ConvTransposeNd)) or weight is None or weight.dim() < 2:
-        raise NotAdditive(f"{key}: a {type(module).__name__}")
+    kind = f"{key}: a {type(module).__name__}"
+    if weight is None or isinstance(module, (nn.Embedding, nn.modules.conv._ConvTransposeNd)):
+        raise NotAdditive(kind)
+    if weight.dim() == 1 and not isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        raise NotAdditive(kind)
     if weight.dim() > 2 and (
         _convolution(module) is None or module.groups != 1 or module.padding_mode != "zeros" or _is_custom(module)
     ):
-        raise NotAdditive(f"{key}: a {type(module).__name__} with groups or padding of its own")
+        raise NotAdditive(f"{kind} with groups or padding of its own")
 
 
 def _convolution(module: nn.Module) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hookline.host.embedded.lora import LoRAAdapter, calculate_weight
-from hookline.patcher.adapters import LowRank, NotAdditive, Offset, additive
+from hookline.patcher.adapters import LowRank, NotAdditive, Offset, OutputGain, additive
 
 OUT, IN, RANK = 48, 40, 4
 
@@ -35,7 +35,8 @@ def no_base() -> Tensor:
 
 
 def make(patch: object, shape: tuple[int, ...] = (OUT, IN), base: object = no_base, **kwargs: object) -> LowRank:
-    return additive(patch, "weight", torch.Size(shape), base, kwargs.get("offset"), kwargs.get("function"))
+    (form,) = additive(patch, "weight", torch.Size(shape), base, kwargs.get("offset"), kwargs.get("function"))
+    return form
 
 
 def close(a: Tensor, b: Tensor) -> None:
@@ -116,8 +117,23 @@ def test_row_functions() -> None:
 
 
 def test_bias_difference() -> None:
-    form = additive(("diff", (rnd(OUT),)), "bias", torch.Size([OUT]), no_base, None, None)
+    (form,) = additive(("diff", (rnd(OUT),)), "bias", torch.Size([OUT]), no_base, None, None)
     assert isinstance(form, Offset) and torch.equal(form.vector, rnd(OUT))
+
+
+@pytest.mark.parametrize("shape", [(OUT, IN), (OUT, IN, 3, 3)])
+def test_dora_per_output(shape: tuple[int, ...]) -> None:
+    """W + s (m / |W| (W + BA) - W), with the norm of each row of the base weight (arXiv 2402.09353 at s = 1)."""
+    up, down, magnitude, weight = rnd(OUT, RANK), rnd(RANK, *shape[1:]), rnd(OUT).abs() + 1, rnd(*shape)
+    patch = adapter("lora", up, down, 2.0, None, magnitude.view(-1, *[1] * (len(shape) - 1)), None)
+    gain, form = additive(patch, "weight", torch.Size(shape), lambda: weight, None, None)
+    assert isinstance(gain, OutputGain)
+    flat = weight.double().flatten(1)
+    exact = magnitude.double() / flat.norm(dim=1)
+    expected = exact[:, None] * (flat + up.double() @ down.double().flatten(1) * 2 / RANK) - flat
+    torch.testing.assert_close(
+        gain.gain.double()[:, None] * flat + difference(form).flatten(1), expected, rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -126,7 +142,7 @@ def test_bias_difference() -> None:
         (("diff", (rnd(OUT, IN),)), "dense difference"),
         (("set", (rnd(OUT, IN),)), "replacement"),
         (("model_as_lora", (rnd(OUT, IN),)), "difference to another model"),
-        (adapter("lora", rnd(OUT, 2), rnd(2, IN), None, None, rnd(OUT, 1), None), "DoRA"),
+        (adapter("lora", rnd(OUT, 2), rnd(2, IN), None, None, rnd(1, IN), None), "magnitudes per input"),
         (adapter("lora", rnd(OUT, 2), rnd(2, IN), None, None, None, [96, IN]), "changes the weight's shape"),
         (adapter("lora", rnd(OUT, 2), rnd(2, IN + 1), None, None, None, None), "do not fit"),
         (adapter("loha", rnd(OUT, 8), rnd(8, IN), None, rnd(OUT, 8), rnd(8, IN), None, None, None), "too high to pay"),
@@ -136,4 +152,4 @@ def test_bias_difference() -> None:
 )
 def test_what_has_no_additive_form_says_why(patch: object, reason: str) -> None:
     with pytest.raises(NotAdditive, match=reason):
-        make(patch)
+        make(patch, base=lambda: rnd(OUT, IN))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -83,6 +85,45 @@ def test_slices_and_offsets() -> None:
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["linear", "conv"])
+def test_dora_and_a_lora_after_it(name: str) -> None:
+    make, inner, shape = LAYERS[name]
+    model = nn.ModuleDict({"layer": make()}).requires_grad_(False)
+    dora, after = lora(1, 6, *inner), lora(2, 6, *inner)
+    magnitude = rnd(6).abs() + 0.5
+    dora.weights = (*dora.weights[:4], magnitude.view(-1, *[1] * len(inner)), None)
+    both = build(model, [patches(layer__weight=dora), patches(layer__weight=after)], torch.float32)
+    x, layers, entry = rnd(*shape), Layers(), Entry(both, (0.4, 0.3))
+    with layers.hooked(model, ["layer"]), layers.calling(RowPlan.of([entry] * shape[0])):
+        out = model["layer"](x)
+    exact = make().double().requires_grad_(False)
+    weight = model["layer"].weight.double()
+    rows = (-1, *[1] * len(inner))
+    gain = (magnitude.double() / weight.flatten(1).norm(dim=1)).view(rows)
+    exact.weight.copy_(weight + 0.4 * (gain * (weight + delta(dora)) - weight) + 0.3 * delta(after))
+    exact.bias.copy_(model["layer"].bias.double())
+    expected = exact(x.double())
+    assert (out - expected).abs().max() <= 1e-5 * expected.abs().max()
+    with pytest.raises(NotAdditive, match="on top of another"):
+        build(model, [patches(layer__weight=after), patches(layer__weight=dora)], torch.float32)
+
+
+@pytest.mark.parametrize("layer", [nn.LayerNorm(8, eps=1e-3), nn.RMSNorm(8, eps=1e-3)])
+def test_differences_of_norms(layer: nn.Module) -> None:
+    model = nn.ModuleDict({"norm": layer}).requires_grad_(False)
+    keyed = patches(norm__weight=("diff", (rnd(8),)))
+    if isinstance(layer, nn.LayerNorm):
+        keyed |= patches(norm__bias=("diff", (rnd(8, seed=1),)))
+    x, layers, entry = rnd(3, 5, 8), Layers(), Entry(build(model, [keyed], torch.float32), (0.5,))
+    with layers.hooked(model, ["norm"]), layers.calling(RowPlan.of([entry] * 3)):
+        out = layer(x)
+    changed = copy.deepcopy(layer).double()
+    changed.weight += 0.5 * rnd(8).double()
+    if isinstance(layer, nn.LayerNorm):
+        changed.bias += 0.5 * rnd(8, seed=1).double()
+    assert (out - changed(x.double())).abs().max() < 1e-5
+
+
 def test_other_rows_are_never_guessed() -> None:
     model = nn.ModuleDict({"layer": nn.Linear(8, 6)}).requires_grad_(False)
     entry, layers = Entry(build(model, [patches(layer__weight=lora(1, 6, 8))], torch.float32), (1.0,)), Layers()
@@ -112,7 +153,7 @@ def test_plan_joins_neighbours_and_skips_rows_without_a_set() -> None:
         (nn.Embedding(6, 8), "Embedding"),
         (nn.ConvTranspose2d(8, 6, 3), "ConvTranspose2d"),
         (nn.Conv2d(8, 6, 1, padding_mode="circular", padding=0), "padding of its own"),
-        (nn.LayerNorm(8), "LayerNorm"),
+        (nn.GroupNorm(2, 8), "GroupNorm"),
     ],
 )
 def test_layers_without_a_side_path(layer: nn.Module, reason: str) -> None:
