@@ -20,13 +20,16 @@ UNET = {
     "use_temporal_attention": False, "legacy": False,
 }  # fmt: skip
 LTXV = {
-    "image_model": "ltxv", "in_channels": 128, "cross_attention_dim": 64, "attention_head_dim": 32,
+    "image_model": "ltxv", "in_channels": 128, "cross_attention_dim": 256, "attention_head_dim": 32,
     "num_attention_heads": 8, "caption_channels": 64, "num_layers": 2,
 }  # fmt: skip
 WAN = {
     "image_model": "wan2.1", "model_type": "t2v", "dim": 256, "ffn_dim": 512, "num_heads": 2, "num_layers": 2,
     "text_dim": 64, "in_dim": 16, "out_dim": 16, "freq_dim": 256,
 }  # fmt: skip
+
+
+MASK = {"attention_mask": torch.ones(1, 7, dtype=torch.int64)}
 
 
 @dataclass
@@ -47,7 +50,7 @@ ARCHITECTURES = {
     ),
     "SDXL": Architecture(
         "SDXL",
-        {**UNET, "num_head_channels": 16, "use_linear_in_transformer": True, "adm_in_channels": 1536 + 64,
+        {**UNET, "model_channels": 64, "num_head_channels": 64, "use_linear_in_transformer": True, "adm_in_channels": 1536 + 64,
          "num_classes": "sequential"},
         (1, 4, 16, 16),
         options={"pooled_output": torch.zeros(1, 64)},
@@ -75,8 +78,8 @@ ARCHITECTURES = {
          "num_attention_heads": 1, "joint_attention_dim": 64},
         (1, 16, 1, 8, 8),
     ),
-    "LTXV": Architecture("LTXV", LTXV, (1, 128, 2, 4, 4)),
-    "LTXV INT8": Architecture("LTXV", LTXV, (1, 128, 2, 4, 4), quantize="int8_rowwise"),
+    "LTXV": Architecture("LTXV", LTXV, (1, 128, 2, 4, 4), options=MASK),
+    "LTXV INT8": Architecture("LTXV", LTXV, (1, 128, 2, 4, 4), options=MASK, quantize="int8_rowwise"),
 }  # fmt: skip
 
 
@@ -91,6 +94,8 @@ def make(architecture: Architecture) -> Any:
     model = config.get_model({}, "")
     random = torch.Generator().manual_seed(0)
     with torch.no_grad():
+        for buffer in model.diffusion_model.buffers():
+            buffer.zero_()
         for name, p in model.diffusion_model.named_parameters():
             spread = torch.randn(p.shape, generator=random) * (
                 0.7 / max(p[0].numel(), 1) ** 0.5 if p.dim() > 1 else 0.02
@@ -141,8 +146,7 @@ def sample(model: Any, architecture: Architecture, hooks: list[Any]) -> Tensor:
     sides = []
     for seed, group in enumerate(hooks):
         context = torch.randn(1, 7, architecture.context, generator=torch.Generator().manual_seed(seed))
-        options = {**architecture.options, "attention_mask": None, "num_tokens": 7}
-        options = {key: value for key, value in options.items() if value is not None}
+        options = {"num_tokens": 7, **architecture.options}
         sides.append(set_props([[context, options]], hooks=group)[0])
     return comfy.sample.sample(model, noise, 2, 3.0, "euler", "simple", *sides, latent, disable_pbar=True, seed=1)
 
