@@ -36,6 +36,7 @@ __all__ = [
     "file_path",
     "free_memory",
     "io",
+    "layers_called",
     "listen",
     "load_lora",
     "load_models",

@@ -14,6 +14,7 @@ import comfy.lora_convert
 import comfy.memory_management
 import comfy.model_management
 import comfy.model_patcher
+import comfy.ops
 import comfy.sd
 import comfy.utils
 import folder_paths
@@ -137,3 +138,24 @@ def emit(event: str, data: dict[str, Any]) -> None:
     server = getattr(PromptServer, "instance", None)
     if server is not None:
         server.send_sync(event, data, server.client_id)
+
+
+@contextmanager
+def layers_called() -> Iterator[None]:
+    """While this lasts, layers with forward hooks are called as modules.
+
+    ComfyUI computes some INT8 layers together with the activation before them, straight from their weights
+    (`comfy.ops.linear_input_act`), and hooks on them never run.
+    """
+    fused = comfy.ops.linear_input_act
+
+    def linear_input_act(linear: nn.Module, x: Tensor, input_act: str) -> Tensor:
+        if linear._forward_hooks:
+            return linear(comfy.ops.INPUT_ACT_EAGER[input_act](x))
+        return fused(linear, x, input_act)
+
+    comfy.ops.linear_input_act = linear_input_act
+    try:
+        yield
+    finally:
+        comfy.ops.linear_input_act = fused

@@ -253,7 +253,8 @@ class Layers:
         """Forward hooks on these layers."""
         handles = [model.get_submodule(path).register_forward_hook(self._hook(path)) for path in sorted(paths)]
         try:
-            yield
+            with host.layers_called():
+                yield
         finally:
             for handle in handles:
                 handle.remove()

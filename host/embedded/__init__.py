@@ -26,7 +26,7 @@ from .lora import (
     stochastic_rounding,
     string_to_seed,
 )
-from .patcher import ModelPatcher, free_memory, load_models, make_model, tensor_bytes
+from .patcher import ModelPatcher, free_memory, layers_called, load_models, make_model, tensor_bytes
 from .text_encoder import make_clip
 
 name = "embedded"

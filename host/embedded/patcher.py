@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import uuid
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -352,6 +353,12 @@ def _split_key(patch_key: Any) -> tuple[str, Any, Any]:
     if isinstance(patch_key, str):
         return patch_key, None, None
     return patch_key[0], patch_key[1], patch_key[2] if len(patch_key) > 2 else None
+
+
+@contextmanager
+def layers_called() -> Iterator[None]:
+    """Layers are always called as modules here."""
+    yield
 
 
 def load_models(patchers: list[ModelPatcher]) -> None:

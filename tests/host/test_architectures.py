@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -50,8 +50,8 @@ ARCHITECTURES = {
     ),
     "SDXL": Architecture(
         "SDXL",
-        {**UNET, "model_channels": 64, "num_head_channels": 64, "use_linear_in_transformer": True, "adm_in_channels": 1536 + 64,
-         "num_classes": "sequential"},
+        {**UNET, "model_channels": 64, "num_head_channels": 64, "use_linear_in_transformer": True,
+         "adm_in_channels": 1536 + 64, "num_classes": "sequential"},
         (1, 4, 16, 16),
         options={"pooled_output": torch.zeros(1, 64)},
     ),
@@ -184,21 +184,23 @@ def test_every_layer_is_reached_and_the_result_is_the_loaders(lab: Any, name: st
     out = sample(hooked, architecture, list(groups))
     [handle.remove() for handle in handles]
     report = hooked.state.report.as_dict()
-    if architecture.quantize is None:
-        assert report["notes"] == [] and {g["path"] for g in report["groups"]} == {"side path"}
-        assert report["forwards"] == 2 and set(calls.values()) == {2}
-    # Both LoRAs in one batch against each on everything by the loader, one side of the guidance at a time.
+    assert report["notes"] == [] and {g["path"] for g in report["groups"]} == {"side path"}
+    assert report["forwards"] == 2 and set(calls.values()) == {2}
     plain = sample(model, architecture, [None, None])
     assert torch.isfinite(plain).all() and plain.abs().max() > 0
-    if architecture.quantize is None:
-        same = [groups[0], groups[0]]
-        stock = comfy.sd.load_lora_for_models(model, None, first, 1.0, 0)[0]
-        expected = sample(stock, architecture, [None, None])
-        got = sample(apply_hookline(model, "side_path"), architecture, same)
-        effect = (expected - plain).norm()
-        assert effect > 1e-3 * plain.norm()
-        # Rounding of float32 sums, against the size of what the LoRA does.
-        assert (got - expected).norm() <= 1e-3 * effect
-    expected = sample(apply_hookline(model, "merged"), architecture, list(groups))
-    limit = 1e-3 if architecture.quantize is None else 0.5
-    assert (out - expected).norm() <= limit * (expected - plain).norm()
+    effect = out - plain
+    assert effect.norm() > 1e-3 * plain.norm()
+    if architecture.quantize:
+        # The same as on the float model: 1 % of quantization error per layer bends what the LoRA does downstream.
+        exact = make(replace(architecture, quantize=None))
+        expected = sample(apply_hookline(exact), architecture, list(groups))
+        expected = expected - sample(exact, architecture, [None, None])
+        assert (effect - expected).norm() <= 0.2 * expected.norm()
+        return
+    # Rounding of float32 sums, against the size of what the LoRAs do.
+    merged = sample(apply_hookline(model, "merged"), architecture, list(groups))
+    assert (out - merged).norm() <= 1e-3 * effect.norm()
+    stock = comfy.sd.load_lora_for_models(model, None, first, 1.0, 0)[0]
+    expected = sample(stock, architecture, [None, None])
+    got = sample(apply_hookline(model, "side_path"), architecture, [groups[0], groups[0]])
+    assert (got - expected).norm() <= 1e-3 * (expected - plain).norm()
