@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..host import HookGroup, io
-from ..patcher.model_patcher import hooked_clip
+from ..patcher.text_encoder import hooked_clip
 
 
 class SetClipHooks(io.ComfyNode):

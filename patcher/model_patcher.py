@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -16,53 +15,20 @@ from .. import host
 from ..errors import HooklineError
 from ..hooks.group import weight_hooks
 from ..hooks.keyframes import strength_at
-from ..hooks.lora import LoraMapping, content_digest, is_for_text_encoder, map_lora, weight_key
+from ..hooks.lora import LoraMapping, is_for_text_encoder, map_lora, weight_key
 from ..host import CallbacksMP, EnumHookType, EnumWeightTarget, HookGroup, PatcherInjection, WeightHook, WrappersMP
 from . import sampling
 from .adapters import NotAdditive
-from .cache import GroupCache
-from .merge import Journal, MergedSet, Patch
+from .injection import eject, inject
+from .merge import MergedSet, Patch
 from .merge import build as build_merged
-from .plan import Plan, RunReport
-from .side_path import Bank, Entry, Layers
+from .plan import Plan
+from .side_path import Entry
 from .side_path import build as build_side
+from .state import KnownHook, ModelState, hook_name
 
 KEY = "hookline"
 """Our key in wrapper, callback and injection registries."""
-
-
-class ModelState:
-    """What Hookline knows of one model. Lives on the model object, since clones of a patcher share its weights."""
-
-    def __init__(self) -> None:
-        self.journal = Journal()
-        self.cache = GroupCache()
-        self.known: WeakKeyDictionary[Any, KnownHook] = WeakKeyDictionary()
-        self.report = RunReport()
-        self.layers = Layers()
-        self.unreachable: set[str] = set()
-        self.bank = Bank()
-        self.bank_patcher: host.ModelPatcher | None = None
-        # For the run in progress: entries by number, their numbers by content, plans by content.
-        self.entries: list[Entry] = [Entry(None)]
-        self.numbers: dict[tuple, int] = {}
-        self.plans: dict[tuple, Plan] = {}
-
-    @staticmethod
-    def of(model: nn.Module) -> ModelState:
-        if "hookline_state" not in model.__dict__:
-            model.__dict__["hookline_state"] = ModelState()
-        return model.__dict__["hookline_state"]
-
-
-class KnownHook:
-    """A hook's LoRA mapped onto one model: its patches, and what makes it equal to another."""
-
-    def __init__(self, hook: WeightHook, mapping: LoraMapping) -> None:
-        self.name = hook_name(hook)
-        self.mapping = mapping
-        # Patches that did not come from tensors we can read are equal to nothing but themselves.
-        self.digest = _digest_of(hook) if hook.need_weight_init else object()
 
 
 class HookModelPatcher(host.ModelPatcher):
@@ -88,8 +54,8 @@ class HookModelPatcher(host.ModelPatcher):
             self.remove_wrappers_with_key(place, KEY)
             self.add_wrapper_with_key(place, KEY, wrapper)
         self.remove_callbacks_with_key(CallbacksMP.ON_DETACH, KEY)
-        self.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, _drop_cache)
-        self.set_injections(KEY, [PatcherInjection(inject=_inject, eject=_eject)])
+        self.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, _on_detach)
+        self.set_injections(KEY, [PatcherInjection(inject=inject, eject=eject)])
         return self
 
     def clone(self, *args: Any, **kwargs: Any) -> HookModelPatcher:
@@ -214,7 +180,8 @@ class HookModelPatcher(host.ModelPatcher):
     def running(self, conds: dict[str, list[dict[str, Any]]]) -> Iterator[None]:
         """A run with this conditioning: the layers that side paths act on are hooked meanwhile."""
         state = self.state
-        self.isolated, state.entries, state.numbers, state.plans = False, [Entry(None)], {}, {}
+        self.isolated = False
+        state.begin_run()
         groups = {id(c["hooks"]): c["hooks"] for side in conds.values() for c in side if c.get("hooks") is not None}
         known = [[self.known(hook) for hook in weight_hooks(group)] for group in groups.values()]
         plans = [self.plan([(k, 1.0) for k in group if k.mapping.patches]) for group in known]
@@ -344,45 +311,9 @@ def _by_weight(active: list[tuple[KnownHook, float]]) -> dict[str, list[Patch]]:
     return patches
 
 
-def hook_name(hook: WeightHook) -> str:
-    lora = getattr(hook, "lora", None)
-    return lora.name if lora else "hook"
-
-
-def _digest_of(hook: WeightHook) -> str:
-    lora = getattr(hook, "lora", None)
-    return lora.digest if lora else content_digest(hook.weights)
-
-
-# ---- injection: the safety bracket, and the place where text encoders are hooked
-
-
-def _inject(patcher: HookModelPatcher) -> None:
-    """A text encoder encodes with its set swapped in. (Diffusion models are hooked per call, by a wrapper.)"""
-    if not patcher.is_clip:
-        return
-    model = patcher.model
-    encode = model.encode_token_weights
-
-    def encode_token_weights(*args: Any, **kwargs: Any) -> Any:
-        with patcher.state.journal.swapped_in(patcher.merged_set(patcher.forced_hooks)):
-            return encode(*args, **kwargs)
-
-    encode_token_weights.hookline = True
-    model.encode_token_weights = encode_token_weights
-
-
-def _eject(patcher: HookModelPatcher) -> None:
-    """Called by the host before it loads, unloads, moves or lists weights: it must find the base ones."""
-    patcher.state.journal.restore()
-    if getattr(patcher.model.__dict__.get("encode_token_weights"), "hookline", False):
-        del patcher.model.encode_token_weights
-
-
-def _drop_cache(patcher: HookModelPatcher, unpatch_all: bool) -> None:
+def _on_detach(patcher: HookModelPatcher, unpatch_all: bool) -> None:
     if unpatch_all:
-        patcher.state.cache.clear()
-        patcher.state.bank.sets = nn.ModuleList()
+        patcher.state.unload()
 
 
 # ---- making one
@@ -408,25 +339,3 @@ def apply_hookline(model: host.ModelPatcher, path: str = "auto") -> HookModelPat
     patcher.__class__ = _hook_class(type(patcher))
     patcher.path = path
     return patcher.set_up()
-
-
-def hooked_clip(clip: Any, hooks: HookGroup, apply_to_conds: bool, schedule_clip: bool) -> Any:
-    """A CLIP that encodes with `hooks`; `apply_to_conds` also puts them on the conditioning it makes.
-
-    Unless `schedule_clip`, the text encoder takes the hooks' own strengths and ignores their keyframes.
-    """
-    if clip.patcher.is_dynamic():
-        clip = clip.clone(disable_dynamic=True)
-        # The host's clone loads a second model but goes on encoding with the first.
-        clip.cond_stage_model = clip.patcher.model
-    else:
-        clip = clip.clone()
-    clip.patcher = apply_hookline(clip.patcher, "merged")
-    clip.use_clip_schedule = schedule_clip
-    if apply_to_conds:
-        clip.apply_hooks_to_conds = hooks
-    clip.patcher.forced_hooks = hooks.clone()
-    if not schedule_clip:
-        clip.patcher.forced_hooks.set_keyframes_on_hooks(None)
-    clip.patcher.register_all_hook_patches(clip.patcher.forced_hooks, host.create_target_dict(EnumWeightTarget.Clip))
-    return clip

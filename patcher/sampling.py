@@ -12,6 +12,7 @@ from torch import Tensor
 from .. import host
 from .plan import RunReport
 from .side_path import RowPlan, Rows, RowsDiffer
+from .state import ModelState
 
 MERGED_SET = "hookline_merged_set"
 """Entry of `transformer_options`: the replacement weights for one model call."""
@@ -91,7 +92,7 @@ def apply_model(executor: Callable, *args: Any, **kwargs: Any) -> Any:
     """
     rows = kwargs.pop(ROWS, None)
     options = kwargs["transformer_options"] if "transformer_options" in kwargs else args[5]
-    state = executor.class_obj.current_patcher.state
+    state = ModelState.of(executor.class_obj)
     plan = None if rows is None else RowPlan.of([state.entries[number] for number in rows.tolist()])
     if plan is not None and not plan.segments:
         plan = None

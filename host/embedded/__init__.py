@@ -26,7 +26,8 @@ from .lora import (
     stochastic_rounding,
     string_to_seed,
 )
-from .patcher import ModelPatcher, free_memory, layers_called, load_models, make_model, tensor_bytes
+from .models import layers_called, load_models, make_model
+from .patcher import ModelPatcher, free_memory, tensor_bytes
 from .text_encoder import make_clip
 
 name = "embedded"

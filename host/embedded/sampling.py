@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ...patcher.extension import WrapperExecutor, WrappersMP, get_all_wrappers, merge_options
 from .hooks import EnumWeightTarget, HookGroup, create_target_dict
-from .patcher import ModelPatcher, load_models
+from .models import load_models
+from .patcher import ModelPatcher
 
 SAMPLERS = ("euler",)
 SCHEDULERS = ("simple", "normal")

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .patcher import ModelPatcher, load_models
+from .models import load_models
+from .patcher import ModelPatcher
 
 
 class CLIP:

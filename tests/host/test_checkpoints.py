@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hookline import host
-from hookline.host.embedded.patcher import make_model as embedded_model
+from hookline.host.embedded.models import make_model as embedded_model
 from hookline.host.embedded.quant import FORMATS, quantize_checkpoint
 
 

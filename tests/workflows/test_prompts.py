@@ -73,13 +73,16 @@ def test_scheduled_lora_fades_in(lab: Any, tmp_path: Path) -> None:
     assert inked(picture(path)) > 0.27 > inked(picture(off))
 
 
-def test_second_run_with_another_seed_reads_and_computes_nothing(lab: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("path", ["auto", "merged"])
+def test_r30_second_run_with_another_seed_computes_nothing(lab: Any, tmp_path: Path, path: str) -> None:
     runner, runs = lab.runner(), []
     stop = listen(lambda event, data: runs.append(data))
-    runner.run(load("two_regions"), tmp_path)
-    runner.run(load("two_regions", _15__seed=8), tmp_path)
+    for seed in (7, 8):
+        runner.run(load("two_regions", _2__path=path, _15__seed=seed), tmp_path)
     stop()
-    assert runs[0]["weights_computed"] > 0 and runs[1]["weights_computed"] == 0
+    assert [run["weights_computed"] for run in runs] == ([0, 0] if path == "auto" else [52, 0])
+    assert [run["forwards"] for run in runs] == ([20, 20] if path == "auto" else [40, 40])
+    assert runs[1]["bytes_cached"] == runs[0]["bytes_cached"] > 0
 
 
 LATENT = """

@@ -1,0 +1,50 @@
+"""Making models, and loading them: one patcher at a time has its patches in a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from ...errors import HooklineError
+from .model import Flux, FluxConfig, FluxModel
+from .ops import mixed_precision
+from .patcher import ModelPatcher
+
+
+@contextmanager
+def layers_called() -> Iterator[None]:
+    """Layers are always called as modules here."""
+    yield
+
+
+def load_models(patchers: list[ModelPatcher]) -> None:
+    """Load each patcher, detaching whichever clone had its model; loading the same one twice changes nothing."""
+    for patcher in patchers:
+        loaded = getattr(patcher.model, "loaded_patcher", None)
+        if loaded is not patcher:
+            if loaded is not None:
+                loaded.detach(unpatch_all=False)
+            # One patcher at a time owns the model; a plain attribute, so that nn.Module does not look inside.
+            object.__setattr__(patcher.model, "loaded_patcher", patcher)
+            patcher.patch_model()
+
+
+def make_model(tensors: dict[str, Tensor]) -> ModelPatcher:
+    """A MODEL from a Flux checkpoint's tensors, float or quantized (`comfy_quant` entries).
+
+    Raises:
+        HooklineError: the tensors are not those of a Flux model, or some are missing.
+    """
+    tensors = {key.removeprefix("model.diffusion_model."): tensor for key, tensor in tensors.items()}
+    try:
+        config = FluxConfig.from_state_dict(tensors)
+    except KeyError as error:
+        raise HooklineError(f"not a Flux checkpoint: it has no {error.args[0]!r}") from error
+    quantized = any(key.endswith(".comfy_quant") for key in tensors)
+    flux = Flux(config, mixed_precision) if quantized else Flux(config)
+    missing, unexpected = flux.load_state_dict(tensors, strict=False)
+    if missing or unexpected:
+        raise HooklineError(f"checkpoint does not fit: missing {missing[:3]}, unexpected {unexpected[:3]}")
+    return ModelPatcher(FluxModel(flux.float() if not quantized else flux).requires_grad_(False).eval())

@@ -1,0 +1,27 @@
+"""One injection: the safety bracket around what the host does with weights, and where text encoders are hooked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def inject(patcher: Any) -> None:
+    """A text encoder encodes with its set swapped in. (Diffusion models are hooked per call, by a wrapper.)"""
+    if not patcher.is_clip:
+        return
+    model = patcher.model
+    encode = model.encode_token_weights
+
+    def encode_token_weights(*args: Any, **kwargs: Any) -> Any:
+        with patcher.state.journal.swapped_in(patcher.merged_set(patcher.forced_hooks)):
+            return encode(*args, **kwargs)
+
+    encode_token_weights.hookline = True
+    model.encode_token_weights = encode_token_weights
+
+
+def eject(patcher: Any) -> None:
+    """Called by the host before it loads, unloads, moves or lists weights: it must find the base ones."""
+    patcher.state.journal.restore()
+    if getattr(patcher.model.__dict__.get("encode_token_weights"), "hookline", False):
+        del patcher.model.encode_token_weights
