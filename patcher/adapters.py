@@ -31,6 +31,15 @@ class LowRank:
 
 
 @dataclass(frozen=True)
+class Kronecker:
+    """A weight difference kron(first [a, b], second [c, d, ...]) of a layer with a * c outputs and b * d inputs."""
+
+    first: Tensor
+    second: Tensor
+    scale: float
+
+
+@dataclass(frozen=True)
 class Offset:
     """A vector [out] added to the layer's output: a change of its bias."""
 
@@ -51,7 +60,7 @@ class Affine:
     weight: Tensor
 
 
-Additive = LowRank | Offset | OutputGain | Affine
+Additive = LowRank | Kronecker | Offset | OutputGain | Affine
 
 
 Form = tuple[LowRank, Tensor | None]
@@ -76,6 +85,8 @@ def additive(
         return [_difference(patch, name, shape, offset, function)]
     if offset is not None:
         shape = torch.Size([offset[2] if dim == offset[0] else size for dim, size in enumerate(shape)])
+    if getattr(patch, "name", None) == "lokr":
+        return [_lokr(patch, name, shape, sliced=offset is not None or function is not None)]
     make = _FORMS.get(getattr(patch, "name", None))
     if make is None or name != "weight" or len(shape) < 2:
         raise NotAdditive(f"{getattr(patch, 'name', type(patch).__name__)} on a {name} of {len(shape)} dimensions")
@@ -158,17 +169,23 @@ def _loha(weights: tuple, shape: torch.Size, base: Callable[[], Tensor]) -> Form
     return LowRank(down.reshape(down.shape[0], *shape[1:]), up, _scale(alpha, b1.shape[0])), dora
 
 
-def _lokr(weights: tuple, shape: torch.Size, base: Callable[[], Tensor]) -> Form:
-    """LoKr: kron(w1, w2) with w2 = a b of rank r is kron(w1, a) kron(1, b), of rank r times w1's columns."""
-    w1, w2, alpha, w1_a, w1_b, w2_a, w2_b, t2, dora = weights[:9]
-    if t2 is not None or w2 is not None or len(shape) != 2:
-        raise NotAdditive("LoKr with a whole second factor or a Tucker core, or on a convolution")
-    w1 = w1_a.float() @ w1_b.float() if w1 is None else w1.float()
-    up = torch.kron(w1, w2_a.float())
-    down = torch.kron(torch.eye(w1.shape[1]), w2_b.float())
-    if up.shape[1] > min(shape) / 4:
-        raise NotAdditive("LoKr whose rank is too high to pay")
-    return LowRank(down, up, _scale(alpha, w2_b.shape[0])), dora
+def _lokr(patch: Any, name: str, shape: torch.Size, sliced: bool) -> Kronecker:
+    """LoKr (arXiv 2309.14859), with whole or low-rank factors, and LyCORIS's Tucker core in the second."""
+    w1, w2, alpha, w1_a, w1_b, w2_a, w2_b, t2, dora = patch.weights[:9]
+    if dora is not None or sliced or name != "weight":
+        raise NotAdditive("LoKr with DoRA, on a slice or with a row function")
+    rank = None
+    if w1 is None:
+        w1, rank = w1_a.float() @ w1_b.float(), w1_b.shape[0]
+    if w2 is None and t2 is None:
+        w2, rank = w2_a.float() @ w2_b.float(), w2_b.shape[0]
+    elif w2 is None:
+        w2, rank = torch.einsum("ijkl,jr,ip->prkl", t2.float(), w2_b.float(), w2_a.float()), w2_b.shape[0]
+    scale = 1.0 if alpha is None or rank is None else alpha / rank
+    product = (w1.shape[0] * w2.shape[0], w1.shape[1] * w2.shape[1], *w2.shape[2:])
+    if product != tuple(shape):
+        raise NotAdditive(f"factors {tuple(w1.shape)} and {tuple(w2.shape)} do not make {tuple(shape)}")
+    return Kronecker(w1, w2, scale)
 
 
 def _glora(weights: tuple, shape: torch.Size, base: Callable[[], Tensor]) -> Form:
@@ -183,6 +200,5 @@ def _glora(weights: tuple, shape: torch.Size, base: Callable[[], Tensor]) -> For
 _FORMS: dict[str | None, Callable[[tuple, torch.Size, Callable[[], Tensor]], Form]] = {
     "lora": _lora,
     "loha": _loha,
-    "lokr": _lokr,
     "glora": _glora,
 }

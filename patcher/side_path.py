@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import host
-from .adapters import Additive, Affine, LowRank, NotAdditive, Offset, OutputGain, additive
+from .adapters import Additive, Affine, Kronecker, LowRank, NotAdditive, Offset, OutputGain, additive
 
 _CONVOLUTIONS = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
 
@@ -69,6 +69,10 @@ class LayerPart(nn.Module):
             if isinstance(part, LowRank):
                 low_rank.setdefault((part.out_slice, part.in_slice), []).append((owner, part))
         self.pieces = nn.ModuleList(Piece(pieces, dtype) for pieces in low_rank.values())
+        kronecker = [(owner, part) for owner, part in parts if isinstance(part, Kronecker)]
+        self.kronecker_scales = [part.scale for _, part in kronecker]
+        self.firsts = self._keep("first", [(owner, _narrow(part.first, dtype)) for owner, part in kronecker])
+        self.seconds = self._keep("second", [(owner, _narrow(part.second, dtype)) for owner, part in kronecker])
         self.gains = self._keep("gain", [(owner, p.gain) for owner, p in parts if isinstance(p, OutputGain)])
         self.offsets = self._keep("offset", [(owner, p.vector) for owner, p in parts if isinstance(p, Offset)])
         self.affines = self._keep("affine", [(owner, p.weight) for owner, p in parts if isinstance(p, Affine)])
@@ -102,11 +106,27 @@ class LayerPart(nn.Module):
                 target.add_(convolution(h, up.view(*up.shape, *[1] * (h.dim() - 2))))
             else:
                 _add_linear(part, down, up, scale, target)
+        for (owner, first), (_, second), scale in zip(self.firsts, self.seconds, self.kronecker_scales):
+            product = _kronecker(module, x, getattr(self, first).to(x), getattr(self, second).to(x))
+            out.add_(product, alpha=strengths[owner] * scale)
         for owner, name in self.offsets:
             out.add_(across(getattr(self, name)), alpha=strengths[owner])
         for owner, name in self.affines:
             # A norm layer's output is linear in its weight.
             out.add_(_normalized(module, x, getattr(self, name).to(x)), alpha=strengths[owner])
+
+
+def _kronecker(module: nn.Module, x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """kron(first, second) applied to x without making it: the second to each of first's blocks, then first across."""
+    blocks = first.shape[1]
+    convolution = _convolution(module)
+    if convolution is None:
+        inner = F.linear(x.unflatten(-1, (blocks, -1)), second)
+        return torch.einsum("...bc,ab->...ac", inner, first).flatten(-2)
+    parts = x.unflatten(1, (blocks, -1)).flatten(0, 1)
+    second = second.view(*second.shape, *[1] * (x.dim() - second.dim()))
+    inner = convolution(parts, second, stride=module.stride, padding=module.padding, dilation=module.dilation)
+    return torch.einsum("nbc...,ab->nac...", inner.unflatten(0, (-1, blocks)), first).flatten(1, 2)
 
 
 def _normalized(module: nn.Module, x: Tensor, weight: Tensor) -> Tensor:

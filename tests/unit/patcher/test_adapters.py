@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hookline.host.embedded.lora import LoRAAdapter, calculate_weight
-from hookline.patcher.adapters import LowRank, NotAdditive, Offset, OutputGain, additive
+from hookline.patcher.adapters import Kronecker, LowRank, NotAdditive, Offset, OutputGain, additive
 
 OUT, IN, RANK = 48, 40, 4
 
@@ -82,10 +82,25 @@ def test_loha() -> None:
     close(difference(form), (a1.double() @ b1.double()) * (a2.double() @ b2.double()) * 4 / 2)
 
 
-def test_lokr() -> None:
+def kron(form: Kronecker) -> Tensor:
+    first = form.first.double().view(*form.first.shape, *[1] * (form.second.dim() - 2))
+    return form.scale * torch.kron(first, form.second.double())
+
+
+def test_lokr_with_whole_low_rank_and_tucker_factors() -> None:
     w1, a, b = rnd(4, 2), rnd(12, 3), rnd(3, 20)
     form = make(adapter("lokr", w1, None, 6.0, None, None, a, b, None, None))
-    close(difference(form), torch.kron(w1.double(), a.double() @ b.double()) * 6 / 3)
+    close(kron(form), torch.kron(w1.double(), a.double() @ b.double()) * 6 / 3)
+    # With both factors whole there is no rank, and alpha means nothing (as in LyCORIS and ComfyUI).
+    form = make(adapter("lokr", w1, rnd(12, 20), 6.0, None, None, None, None, None, None))
+    close(kron(form), torch.kron(w1.double(), rnd(12, 20).double()))
+    a1, b1 = rnd(4, 2) + 1, rnd(2, 2)
+    form = make(adapter("lokr", None, rnd(12, 20), 3.0, a1, b1, None, None, None, None))
+    close(kron(form), torch.kron(a1.double() @ b1.double(), rnd(12, 20).double()) * 3 / 2)
+    core, a, b = rnd(3, 3, 3, 3), rnd(3, 12), rnd(3, 20)
+    form = make(adapter("lokr", w1, None, None, None, None, a, b, core, None), (OUT, IN, 3, 3))
+    second = torch.einsum("ijkl,jr,ip->prkl", core.double(), b.double(), a.double()).contiguous()
+    close(kron(form), torch.kron(w1.double()[..., None, None], second))
 
 
 def test_glora_needs_the_base_weight_once() -> None:
@@ -146,7 +161,8 @@ def test_dora_per_output(shape: tuple[int, ...]) -> None:
         (adapter("lora", rnd(OUT, 2), rnd(2, IN), None, None, None, [96, IN]), "changes the weight's shape"),
         (adapter("lora", rnd(OUT, 2), rnd(2, IN + 1), None, None, None, None), "do not fit"),
         (adapter("loha", rnd(OUT, 8), rnd(8, IN), None, rnd(OUT, 8), rnd(8, IN), None, None, None), "too high to pay"),
-        (adapter("lokr", rnd(4, 2), rnd(12, 20), None, None, None, None, None, None, None), "whole second factor"),
+        (adapter("lokr", rnd(4, 2), rnd(12, 21), None, None, None, None, None, None, None), "do not make"),
+        (adapter("lokr", rnd(4, 2), rnd(12, 20), None, None, None, None, None, None, rnd(OUT, 1)), "LoKr with DoRA"),
         (adapter("oft", rnd(4, 4)), "oft on a weight"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -106,6 +107,25 @@ def test_dora_and_a_lora_after_it(name: str) -> None:
     assert (out - expected).abs().max() <= 1e-5 * expected.abs().max()
     with pytest.raises(NotAdditive, match="on top of another"):
         build(model, [patches(layer__weight=after), patches(layer__weight=dora)], torch.float32)
+
+
+@pytest.mark.parametrize("name", list(LAYERS))
+def test_lokr_on_every_kind_of_layer(name: str) -> None:
+    make, inner, shape = LAYERS[name]
+    model = nn.ModuleDict({"layer": make()}).requires_grad_(False)
+    first, second = rnd(2, 4), rnd(3, 2, *inner[1:], seed=1)
+    patch = SimpleNamespace(name="lokr", weights=(first, second, None, None, None, None, None, None, None))
+    x, layers = rnd(*shape), Layers()
+    entry = Entry(build(model, [patches(layer__weight=patch)], torch.float32), (0.5,))
+    with layers.hooked(model, ["layer"]), layers.calling(RowPlan.of([entry, Entry(None)] * 2 + [entry])):
+        out = model["layer"](x)
+    exact = make().double().requires_grad_(False)
+    change = torch.kron(first.double().view(2, 4, *[1] * (len(inner) - 1)), second.double())
+    exact.weight.copy_(model["layer"].weight.double() + 0.5 * change.reshape(exact.weight.shape))
+    exact.bias.copy_(model["layer"].bias.double())
+    expected = exact(x.double())
+    assert (out - expected)[::2].abs().max() <= 1e-5 * expected.abs().max()
+    assert torch.equal(out[1::2], model["layer"](x)[1::2])
 
 
 @pytest.mark.parametrize("layer", [nn.LayerNorm(8, eps=1e-3), nn.RMSNorm(8, eps=1e-3)])
