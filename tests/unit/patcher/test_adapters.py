@@ -84,7 +84,7 @@ def test_loha() -> None:
 
 def kron(form: Kronecker) -> Tensor:
     first = form.first.double().view(*form.first.shape, *[1] * (form.second.dim() - 2))
-    return form.scale * torch.kron(first, form.second.double())
+    return form.scale * torch.kron(first, form.second.double().contiguous())
 
 
 def test_lokr_with_whole_low_rank_and_tucker_factors() -> None:
