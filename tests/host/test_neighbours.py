@@ -1,0 +1,70 @@
+"""Other things that act on a run: ControlNets and context windows go on working beside hooks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hookline.patcher.model_patcher import apply_hookline
+
+
+@pytest.fixture(autouse=True)
+def only_comfyui(lab: Any) -> None:
+    if lab.name == "embedded":
+        pytest.skip("the embedded host has no ControlNets or context windows")
+
+
+@pytest.mark.parametrize("path", ["side_path", "merged"])
+def test_controlnets_see_base_weights_and_keep_their_effect(lab: Any, path: str) -> None:
+    """C08: a ControlNet that shares weights with the model must not be evaluated on hooked ones."""
+    from comfy.controlnet import ControlBase
+
+    model = lab.model()
+    base = dict(model.model.named_parameters())
+    calls = []
+
+    class Control(ControlBase):
+        def get_control(self, x: Tensor, *_: Any) -> dict[str, list[Tensor]]:
+            now = dict(model.model.named_parameters())
+            calls.append(all(now[name] is parameter for name, parameter in base.items()))
+            return {"input": [torch.linspace(-2, 2, 128).expand(x.shape[0], 16, 128)], "output": []}
+
+        def inference_memory_requirements(self, dtype: torch.dtype) -> int:
+            return 0
+
+    hooks, control = lab.hooks(lab.slanted), Control()
+    hooked, plain = ([[c, {**o, "control": control}] for c, o in lab.cond(1, hooks=h)] for h in (hooks, None))
+    out = lab.sample(apply_hookline(model, path), hooked, lab.cond(2, hooks=hooks))
+    assert calls and all(calls)
+    stock = lab.stock_lora(model, lab.slanted)
+    expected = lab.sample(stock, plain, lab.cond(2))
+    assert (out - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert (expected - lab.sample(stock, lab.cond(1), lab.cond(2))).abs().max() > 0.01
+
+
+def test_context_windows(lab: Any) -> None:
+    """Each window is a batch of its own; what rows use which LoRA is the same in all."""
+    import comfy.context_windows as windows
+    from test_architectures import ARCHITECTURES, group, lora, make, sample
+
+    architecture = ARCHITECTURES["Wan"]
+    wide = type(architecture)(architecture.name, architecture.config, (1, 16, 6, 8, 8))
+    model = make(architecture)
+    model.model_options["context_handler"] = windows.IndexListContextHandler(
+        context_schedule=windows.get_matching_context_schedule("standard_static"),
+        fuse_method=windows.get_matching_fuse_method("pyramid"),
+        context_length=4,
+        context_overlap=2,
+        dim=2,
+    )
+    windows.create_prepare_sampling_wrapper(model)
+    groups = [group(lora(model, 1)), group(lora(model, 2))]
+    hooked = apply_hookline(model, "side_path")
+    out = sample(hooked, wide, groups)
+    assert hooked.state.report.forwards > 2 and hooked.state.report.notes == []
+    expected = sample(apply_hookline(model, "merged"), wide, groups)
+    effect = expected - sample(model, wide, [None, None])
+    assert (out - expected).norm() <= 1e-3 * effect.norm()
