@@ -63,11 +63,9 @@ class Schedule:
 
 
 def segment(schedule: Schedule, i: int, t: float) -> float:
-    """Strength at fraction `t` (0 .. 1) of the way from point i - 1 to point i; a `hold` jumps at its end."""
+    """Strength at fraction `t` (0 .. 1, less than 1) of the way from point i - 1 to point i."""
     start, end = schedule.points[i - 1].strength, schedule.points[i].strength
     curve = schedule.points[i].curve
-    if t >= 1:
-        return end
     eased = {
         "linear": t,
         "ease_in": t * t,

@@ -80,6 +80,12 @@ def test_guaranteed_steps_are_sampler_steps() -> None:
     assert strength_at(group, between, steps) == 0.2
 
 
+def test_every_guaranteed_keyframe_gets_its_step() -> None:
+    """Four keyframes within two steps, one guaranteed step each: none is skipped, as in ComfyUI."""
+    group = keyframes((0.1, 0.0, 1), (0.2, 0.1, 1), (0.3, 0.2, 1), (0.4, 0.3, 0))
+    assert [strength_at(group, sigma, sigmas(4)) for sigma in sigmas(4)[:-1]] == [0.1, 0.2, 0.3, 0.4]
+
+
 def test_keyframes_from_before_a_second_stage_guarantee_nothing() -> None:
     group = keyframes((0.2, 0.0, 4), (0.9, 0.25, 4))
     assert strength_at(group, 0.5, [0.5, 0.25, 0.0]) == 0.9
