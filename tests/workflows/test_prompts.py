@@ -73,6 +73,23 @@ def test_scheduled_lora_fades_in(lab: Any, tmp_path: Path) -> None:
     assert inked(picture(path)) > 0.27 > inked(picture(off))
 
 
+@pytest.mark.parametrize("word", ["two", "seven", "nine"])
+def test_lora_on_the_text_encoder_alone_reads_the_next_digit(lab: Any, tmp_path: Path, word: str) -> None:
+    prompt = load("scheduled", _6__text=f"digit {word}")
+    hooks = {"lora_name": lab.bold_next, "strength_model": 0.0, "strength_clip": 1.0}
+    prompt["20"] = {"class_type": "HooklineCreateLora", "inputs": hooks}
+    clip = {"clip": ["1", 1], "hooks": ["20", 0], "apply_to_conds": False, "schedule_clip": False}
+    prompt["21"] = {"class_type": "HooklineSetClipHooks", "inputs": clip}
+    del prompt["9"]["inputs"]["hooks"]
+    (plain,) = lab.runner().run(prompt, tmp_path / "plain")
+    prompt["6"]["inputs"]["clip"] = ["21", 0]
+    (hooked,) = lab.runner().run(prompt, tmp_path / "hooked")
+    digit = {"two": 2, "seven": 7, "nine": 9}[word]
+    assert (read_digit(picture(plain)), read_digit(picture(hooked))) == (digit, (digit + 1) % 10)
+    # Thin strokes: the model's part of the LoRA is off.
+    assert inked(picture(hooked)) < 0.27
+
+
 @pytest.mark.parametrize("path", ["auto", "merged"])
 def test_r30_second_run_with_another_seed_computes_nothing(lab: Any, tmp_path: Path, path: str) -> None:
     runner, runs = lab.runner(), []
