@@ -108,3 +108,87 @@ def merge_options(into: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
         else:
             into[key] = value
     return into
+
+
+class Registries:
+    """What others have registered on a patcher, each under a key: wrappers, callbacks, injections and more."""
+
+    def __init__(self) -> None:
+        self.callbacks: Registry = {}
+        self.wrappers: Registry = {}
+        self.injections: dict[str, list[PatcherInjection]] = {}
+        self.is_injected = False
+        self.additional_models: dict[str, list[Any]] = {}
+        self.attachments: dict[str, Any] = {}
+
+    def add_wrapper_with_key(self, wrapper_type: str, key: str | None, wrapper: Callable) -> None:
+        add(self.wrappers, wrapper_type, key, wrapper)
+
+    def remove_wrappers_with_key(self, wrapper_type: str, key: str | None) -> None:
+        remove(self.wrappers, wrapper_type, key)
+
+    def get_wrappers(self, wrapper_type: str, key: str | None) -> list[Callable]:
+        return get(self.wrappers, wrapper_type, key)
+
+    def get_all_wrappers(self, wrapper_type: str) -> list[Callable]:
+        return get_all(self.wrappers, wrapper_type)
+
+    def add_callback_with_key(self, call_type: str, key: str | None, callback: Callable) -> None:
+        add(self.callbacks, call_type, key, callback)
+
+    def remove_callbacks_with_key(self, call_type: str, key: str | None) -> None:
+        remove(self.callbacks, call_type, key)
+
+    def get_callbacks(self, call_type: str, key: str | None) -> list[Callable]:
+        return get(self.callbacks, call_type, key)
+
+    def get_all_callbacks(self, call_type: str) -> list[Callable]:
+        return get_all(self.callbacks, call_type)
+
+    def set_injections(self, key: str, injections: list[PatcherInjection]) -> None:
+        self.injections[key] = injections
+
+    def get_injections(self, key: str) -> list[PatcherInjection] | None:
+        return self.injections.get(key)
+
+    def remove_injections(self, key: str) -> None:
+        self.injections.pop(key, None)
+
+    def inject_model(self) -> None:
+        if self.is_injected or not self.injections:
+            return
+        for injection in [i for injections in self.injections.values() for i in injections]:
+            injection.inject(self)
+        self.is_injected = True
+        for callback in self.get_all_callbacks(CallbacksMP.ON_INJECT_MODEL):
+            callback(self)
+
+    def eject_model(self) -> None:
+        if not self.is_injected:
+            return
+        for injection in [i for injections in self.injections.values() for i in injections]:
+            injection.eject(self)
+        self.is_injected = False
+        for callback in self.get_all_callbacks(CallbacksMP.ON_EJECT_MODEL):
+            callback(self)
+
+    def set_additional_models(self, key: str, models: list[Any]) -> None:
+        self.additional_models[key] = models
+
+    def get_additional_models_with_key(self, key: str) -> list[Any]:
+        return self.additional_models.get(key, [])
+
+    def get_additional_models(self) -> list[Any]:
+        return [model for models in self.additional_models.values() for model in models]
+
+    def remove_additional_models(self, key: str) -> None:
+        self.additional_models.pop(key, None)
+
+    def set_attachments(self, key: str, attachment: Any) -> None:
+        self.attachments[key] = attachment
+
+    def get_attachment(self, key: str) -> Any:
+        return self.attachments.get(key)
+
+    def remove_attachments(self, key: str) -> None:
+        self.attachments.pop(key, None)

@@ -71,6 +71,13 @@ class HookKeyframeGroup:
         for keyframe in self.keyframes:
             keyframe.start_t = model.model_sampling.percent_to_sigma(keyframe.start_percent)
 
+    def prepare_current_keyframe(self, curr_t: Any, transformer_options: dict[str, Any]) -> bool:
+        """Make the last keyframe that has started at sigma `curr_t` current; True if the strength changed."""
+        before = self.strength
+        started = [keyframe for keyframe in self.keyframes if keyframe.start_t >= float(curr_t) * (1 - 1e-6)]
+        self._current_keyframe = started[-1] if started else self.keyframes[0]
+        return self.strength != before
+
 
 class Hook:
     def __init__(self, hook_type: EnumHookType | None = None) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import uuid
 from collections import namedtuple
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from comfy_kitchen.tensor import QuantizedTensor
 from torch import Tensor, nn
 
 from ...patcher import extension
-from ...patcher.extension import CallbacksMP, PatcherInjection, merge_options
+from ...patcher.extension import CallbacksMP, merge_options
 from .hooks import EnumHookType, EnumWeightTarget, HookGroup, WeightHook
 from .lora import calculate_weight, clip_key_map, load_lora, model_key_map, stochastic_rounding, string_to_seed
 
@@ -44,7 +43,7 @@ def get_module(model: nn.Module, key: str) -> tuple[nn.Module, str]:
     return model.get_submodule(path), name
 
 
-class ModelPatcher:
+class ModelPatcher(extension.Registries):
     def __init__(
         self,
         model: nn.Module,
@@ -53,6 +52,7 @@ class ModelPatcher:
         size: int = 0,
         **_: Any,
     ) -> None:
+        super().__init__()
         self.model = model
         self.load_device, self.offload_device, self.size = load_device, offload_device, size
         self.patches: dict[str, list[tuple]] = {}
@@ -61,12 +61,6 @@ class ModelPatcher:
         self.object_patches: dict[str, Any] = {}
         self.object_patches_backup: dict[str, Any] = {}
         self.model_options: dict[str, Any] = {"transformer_options": {}}
-        self.attachments: dict[str, Any] = {}
-        self.additional_models: dict[str, list[ModelPatcher]] = {}
-        self.callbacks: extension.Registry = {}
-        self.wrappers: extension.Registry = {}
-        self.injections: dict[str, list[PatcherInjection]] = {}
-        self.is_injected = False
         self.is_clip = False
         self.hook_patches: dict[Any, dict[str, list[tuple]]] = {}
         self.hook_patches_backup: dict[Any, dict[str, list[tuple]]] | None = None
@@ -268,80 +262,6 @@ class ModelPatcher:
 
     def clean_hooks(self) -> None:
         self.unpatch_hooks()
-
-    # ---- registries
-
-    def add_wrapper_with_key(self, wrapper_type: str, key: str | None, wrapper: Callable) -> None:
-        extension.add(self.wrappers, wrapper_type, key, wrapper)
-
-    def remove_wrappers_with_key(self, wrapper_type: str, key: str | None) -> None:
-        extension.remove(self.wrappers, wrapper_type, key)
-
-    def get_wrappers(self, wrapper_type: str, key: str | None) -> list[Callable]:
-        return extension.get(self.wrappers, wrapper_type, key)
-
-    def get_all_wrappers(self, wrapper_type: str) -> list[Callable]:
-        return extension.get_all(self.wrappers, wrapper_type)
-
-    def add_callback_with_key(self, call_type: str, key: str | None, callback: Callable) -> None:
-        extension.add(self.callbacks, call_type, key, callback)
-
-    def remove_callbacks_with_key(self, call_type: str, key: str | None) -> None:
-        extension.remove(self.callbacks, call_type, key)
-
-    def get_callbacks(self, call_type: str, key: str | None) -> list[Callable]:
-        return extension.get(self.callbacks, call_type, key)
-
-    def get_all_callbacks(self, call_type: str) -> list[Callable]:
-        return extension.get_all(self.callbacks, call_type)
-
-    def set_injections(self, key: str, injections: list[PatcherInjection]) -> None:
-        self.injections[key] = injections
-
-    def get_injections(self, key: str) -> list[PatcherInjection] | None:
-        return self.injections.get(key)
-
-    def remove_injections(self, key: str) -> None:
-        self.injections.pop(key, None)
-
-    def inject_model(self) -> None:
-        if self.is_injected or not self.injections:
-            return
-        for injection in [i for injections in self.injections.values() for i in injections]:
-            injection.inject(self)
-        self.is_injected = True
-        for callback in self.get_all_callbacks(CallbacksMP.ON_INJECT_MODEL):
-            callback(self)
-
-    def eject_model(self) -> None:
-        if not self.is_injected:
-            return
-        for injection in [i for injections in self.injections.values() for i in injections]:
-            injection.eject(self)
-        self.is_injected = False
-        for callback in self.get_all_callbacks(CallbacksMP.ON_EJECT_MODEL):
-            callback(self)
-
-    def set_additional_models(self, key: str, models: list[ModelPatcher]) -> None:
-        self.additional_models[key] = models
-
-    def get_additional_models_with_key(self, key: str) -> list[ModelPatcher]:
-        return self.additional_models.get(key, [])
-
-    def get_additional_models(self) -> list[ModelPatcher]:
-        return [model for models in self.additional_models.values() for model in models]
-
-    def remove_additional_models(self, key: str) -> None:
-        self.additional_models.pop(key, None)
-
-    def set_attachments(self, key: str, attachment: Any) -> None:
-        self.attachments[key] = attachment
-
-    def get_attachment(self, key: str) -> Any:
-        return self.attachments.get(key)
-
-    def remove_attachments(self, key: str) -> None:
-        self.attachments.pop(key, None)
 
 
 def _split_key(patch_key: Any) -> tuple[str, Any, Any]:

@@ -60,8 +60,6 @@ def test_stock_keyframes_equal_the_hosts_own_path(lab: Any) -> None:
         group.set_keyframes_on_hooks(keyframes)
         return lab.cond(1, hooks=group), lab.cond(2)
 
-    if lab.name == "embedded":
-        pytest.skip("the embedded host's own path does not follow stock keyframes; ours does (tests/unit/hooks)")
     model = lab.model()
     expected = lab.sample(model, *conds(), steps=6)
     assert torch.equal(lab.sample(merged(model), *conds(), steps=6), expected)
