@@ -98,11 +98,11 @@ class LayerPart(nn.Module):
         for piece in self.pieces:
             part = x if piece.in_slice is None else x.narrow(channel, *piece.in_slice)
             target = out if piece.out_slice is None else out.narrow(channel, *piece.out_slice)
-            scale = piece.scale(strengths, x)
-            down, up = piece.down.to(x), piece.up.to(x)
+            scale = piece.scale(strengths, out)
+            down, up = piece.down.to(x), piece.up.to(out)
             if convolution:
                 h = convolution(part, down, stride=module.stride, padding=module.padding, dilation=module.dilation)
-                h = h * (scale if isinstance(scale, float) else scale.view(-1, *[1] * (h.dim() - 2)))
+                h = h.to(out.dtype) * (scale if isinstance(scale, float) else scale.view(-1, *[1] * (h.dim() - 2)))
                 target.add_(convolution(h, up.view(*up.shape, *[1] * (h.dim() - 2))))
             else:
                 _add_linear(part, down, up, scale, target)
@@ -136,7 +136,7 @@ def _normalized(module: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _add_linear(x: Tensor, down: Tensor, up: Tensor, scale: float | Tensor, out: Tensor) -> None:
-    h = F.linear(x, down)
+    h = F.linear(x, down).to(out.dtype)
     alpha = 1.0
     if isinstance(scale, float):
         alpha = scale

@@ -192,6 +192,24 @@ def test_factors_keep_the_files_precision_where_it_is_lower() -> None:
     assert {buffer.dtype for buffer in side_set.buffers()} == {torch.bfloat16}
 
 
+def test_a_layer_that_answers_in_another_dtype() -> None:
+    class Wide(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.float())
+
+    model = nn.ModuleDict({"layer": Wide(8, 6)}).requires_grad_(False)
+    patch = lora(1, 6, 8)
+    entry, layers = Entry(build(model, [patches(layer__weight=patch)], torch.bfloat16), (1.0,)), Layers()
+    x = rnd(2, 3, 8).bfloat16()
+    base = model["layer"](x)
+    with layers.hooked(model, ["layer"]), layers.calling(RowPlan.of([entry, entry])):
+        out = model["layer"](x)
+    expected = x.double() @ delta(patch).T
+    assert out.dtype == torch.float32
+    # The factors are bfloat16.
+    assert (out - base - expected).abs().max() <= 2e-2 * expected.abs().max()
+
+
 def test_rows_travel_like_any_condition() -> None:
     one, two = Rows(torch.tensor([1]), batched=True), Rows(torch.tensor([2]), batched=True)
     assert one.process_cond(batch_size=3, area=None).cond.tolist() == [1, 1, 1]
