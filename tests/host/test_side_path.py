@@ -213,6 +213,52 @@ def test_side_path_on_quantized_models(lab: Any, name: str) -> None:
     assert ((out - plain) - effect).norm() / effect.norm() < 0.15
 
 
+@pytest.mark.parametrize("path", ["side_path", "merged"])
+def test_r02_regions_on_a_partly_quantized_model(lab: Any, path: str) -> None:
+    """Core raises at the first step; here only some layers are quantized, and the hooks act on all kinds."""
+    hooked = apply_hookline(lab.model(lambda layer, _: "int8_rowwise" if "img_attn" in layer else None), path)
+    plain = lab.sample(hooked, *regions(lab, [None, None]), size=(8, 16))
+    snapshot = lab.Snapshot(hooked.model)
+    out = lab.sample(hooked, *regions(lab, [lab.hooks(lab.inverted), lab.hooks(lab.slanted)]), size=(8, 16))
+    snapshot.check()
+    assert torch.isfinite(out).all() and (out - plain).norm() > 0.01 * plain.norm()
+
+
+@pytest.mark.parametrize("name", [None, "float8_e4m3fn", "int8_rowwise"])
+def test_r15_slices_of_a_fused_layer(lab: Any, name: str | None) -> None:
+    """LoRAs for q and v alone, as loaders make them of split names, on a fused layer of any format."""
+    layer = "diffusion_model.double_blocks.0.img_attn.qkv"
+    hooked = side(lab.model((lambda n, _: name if n in layer else None) if name else None))
+    host.load_models([hooked])
+    module = hooked.model.get_submodule(layer)
+    assert isinstance(module.weight, host.QuantizedTensor) == (name is not None)
+    generator = torch.Generator().manual_seed(0)
+    hook = host.WeightHook()
+    change = torch.zeros(384, 128, dtype=torch.float64)
+    hook.weights, hook.need_weight_init = {}, False
+    for start in (0, 256):
+        up, down = (torch.randn(*shape, generator=generator) for shape in ((128, 4), (4, 128)))
+        tensors = {"x.lora_up.weight": up, "x.lora_down.weight": down}
+        hook.weights |= host.load_lora(tensors, {"x": (f"{layer}.weight", (0, start, 128))})
+        change[start : start + 128] = up.double() @ down.double()
+    group = host.HookGroup()
+    group.add(hook)
+    x = torch.randn(1, 16, 128, generator=generator)
+    base = module(x)
+    entry = hooked.state.entries[hooked.entry(group)[0]]
+    with hooked.state.layers.hooked(hooked.model, [layer]), hooked.state.layers.calling(RowPlan.of([entry])):
+        effect = module(x) - base
+    assert_close(effect.double(), x.double() @ change.T, 1e-4)
+
+
+def test_r59_nothing_is_kept_beside_the_factors(lab: Any) -> None:
+    """No backups, no merged weights: core held 38 GiB of them for 208 weights."""
+    hooked = side(lab.model())
+    lab.sample(hooked, *regions(lab, [lab.hooks(lab.inverted), lab.hooks(lab.slanted)]), size=(8, 16))
+    assert not hooked.backup and not hooked.hook_backup and hooked.state.journal.installed is None
+    assert hooked.state.cache.bytes == sum(entry.set.bytes for entry in hooked.state.entries[1:])
+
+
 # ---- fallbacks: always right, and they say so
 
 

@@ -75,6 +75,19 @@ def test_schedule_encodes_once_per_strength(lab: Any, clip: Any) -> None:
         assert torch.equal(context, encode(stock(lab, clip, strength))[0][0]), strength
 
 
+@pytest.mark.parametrize(("span", "count"), [((0.0, 1.0), 3), ((0.5, 0.6), 1), ((0.0, 0.3), 1), ((0.5, 1.0), 2)])
+def test_r82_only_strengths_inside_the_conds_range_are_encoded(lab: Any, clip: Any, span: tuple, count: int) -> None:
+    text = "0: 1, 0.4: 0.5 hold, 0.5: 0.5, 0.7: 0.25 hold"
+    hooks = with_keyframes(lab.hooks(lab.bold_next, 0.0, 1.0), ScheduleKeyframes(parse(text)))
+    hooked = set_hooks(lab, clip, hooks, schedule_clip=True)
+    calls = []
+    handle = clip.cond_stage_model.register_forward_hook(lambda *_: calls.append(1))
+    add_dict = {"start_percent": span[0], "end_percent": span[1]}
+    entries = hooked.encode_from_tokens_scheduled(hooked.tokenize("digit seven"), add_dict=add_dict)
+    handle.remove()
+    assert len(entries) == len(calls) == count
+
+
 def test_unscheduled_text_encoder_takes_the_hooks_own_strength(lab: Any, clip: Any) -> None:
     hooks = with_keyframes(lab.hooks(lab.bold_next, 0.0, 0.5), ScheduleKeyframes(parse("0: 0, 1: 1")))
     assert torch.equal(encode(set_hooks(lab, clip, hooks))[0][0], encode(stock(lab, clip, 0.5))[0][0])
