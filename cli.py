@@ -1,4 +1,4 @@
-"""`python -m hookline`: run API prompts without a browser."""
+"""`python -m hookline`: run prompts and workflows without a browser."""
 
 from __future__ import annotations
 
@@ -11,14 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from .errors import HooklineError
+from .workflow import is_workflow
+
+EXAMPLES = Path(__file__).parent / "example_workflows"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0, or 2 after one line that says what is wrong."""
     parser = argparse.ArgumentParser(prog="python -m hookline", description="Per-conditioning LoRA for ComfyUI.")
     commands = parser.add_subparsers(dest="command", required=True)
-    run = commands.add_parser("run", help="run an API prompt and write its pictures")
-    run.add_argument("prompt", type=Path, metavar="PROMPT.json")
+    run = commands.add_parser("run", help="run a workflow and write its pictures")
+    run.add_argument(
+        "prompt",
+        type=Path,
+        metavar="WORKFLOW.json",
+        help="an API prompt, a workflow as ComfyUI saves it, or the name of a shipped example",
+    )
     run.add_argument(
         "--host", choices=["embedded", "comfyui"], default="embedded", help="what runs it (default: embedded)"
     )
@@ -53,16 +61,13 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    prompt = read_prompt(arguments.prompt)
+    document = read_document(arguments.prompt)
+    # A prompt's inputs are set before the host starts, which takes a while; a workflow needs it to be read.
+    runner = make_runner(arguments.host) if is_workflow(document) else None
+    prompt = runner.read(document) if runner else document
     for assignment in arguments.set:
         set_input(prompt, assignment)
-    if arguments.host == "comfyui":
-        from .launch import start_comfyui
-
-        start_comfyui()
-        from .host.comfyui_runner import run_prompt
-    else:
-        from .host.embedded.runner import run_prompt
+    runner = runner or make_runner(arguments.host)
     from tqdm import tqdm
 
     from .host import listen
@@ -74,7 +79,7 @@ def _run(arguments: argparse.Namespace) -> int:
     try:
         with tqdm(total=0, unit="step", file=sys.stderr) as bar:
             started = time.perf_counter()
-            images = run_prompt(prompt, arguments.out, lambda done, total: show(bar, done, total))
+            images = runner.run(prompt, arguments.out, lambda done, total: show(bar, done, total))
             seconds = time.perf_counter() - started
     finally:
         stop()
@@ -98,16 +103,44 @@ def show(bar: Any, done: int, total: int) -> None:
     bar.refresh()
 
 
-def read_prompt(path: Path) -> dict[str, Any]:
+def make_runner(host: str) -> Any:
+    if host == "comfyui":
+        from .launch import start_comfyui
+
+        start_comfyui()
+        from .host.comfyui_runner import Runner
+    else:
+        from .host.embedded.runner import Runner
+    return Runner()
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """An API prompt or a UI workflow: a file, or an example that comes with the pack, by its name."""
+    path = find_example(path)
     try:
-        prompt = json.loads(path.read_text())
+        document = json.loads(path.read_text())
     except OSError as error:
         raise HooklineError(f"{path}: {error.strerror}") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise HooklineError(f"{path}: not JSON: {error}") from error
-    if not isinstance(prompt, dict) or not all(isinstance(n, dict) and "class_type" in n for n in prompt.values()):
-        raise HooklineError(f"{path}: not an API prompt (in ComfyUI: Workflow, Export (API))")
-    return prompt
+    if not (is_prompt(document) or is_workflow(document)):
+        raise HooklineError(f"{path}: not an API prompt, and not a workflow that ComfyUI has saved")
+    return document
+
+
+def find_example(path: Path) -> Path:
+    if path.suffix or path.exists():
+        return path
+    examples = sorted([*EXAMPLES.glob("*.json"), *EXAMPLES.glob("api/*.json")])
+    found = [example for example in examples if example.stem == str(path)]
+    if not found:
+        raise HooklineError(f"there is no example {path}; there are: {'; '.join(example.stem for example in examples)}")
+    return found[0]
+
+
+def is_prompt(document: Any) -> bool:
+    """True for an API prompt."""
+    return isinstance(document, dict) and all(isinstance(n, dict) and "class_type" in n for n in document.values())
 
 
 def set_input(prompt: dict[str, Any], assignment: str) -> None:

@@ -1,4 +1,4 @@
-"""Runs API prompts on the real ComfyUI, in this process: its nodes, its validation, its executor."""
+"""Runs prompts on the real ComfyUI, in this process: its nodes, its validation, its executor."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import HooklineError
+from ..workflow import Field, field, is_workflow, to_prompt
 
 
 class _Server:
@@ -33,6 +34,10 @@ class Runner:
         cache = {"lru": 0, "ram": 0, "ram_inactive": 0}
         self.executor = execution.PromptExecutor(_Server(), cache_type=execution.CacheType.CLASSIC, cache_args=cache)
 
+    def read(self, document: dict[str, Any]) -> dict[str, Any]:
+        """The API prompt of a UI workflow; an API prompt is handed back as it is."""
+        return to_prompt(document, fields) if is_workflow(document) else document
+
     def run(
         self, prompt: dict[str, Any], out_dir: Path, progress: Callable[[int, int], None] | None = None
     ) -> list[Path]:
@@ -40,7 +45,7 @@ class Runner:
         import execution
         import folder_paths
 
-        out_dir = Path(out_dir)
+        prompt, out_dir = self.read(prompt), Path(out_dir)
         out_dir.mkdir(parents=True, exist_ok=True)
         folder_paths.set_output_directory(str(out_dir))
         valid, error, outputs, node_errors = asyncio.run(execution.validate_prompt(str(uuid.uuid4()), prompt, None))
@@ -65,7 +70,7 @@ class Runner:
 
 
 def run_prompt(prompt: dict[str, Any], out_dir: Path, progress: Callable[[int, int], None] | None = None) -> list[Path]:
-    """Run a prompt once; returns the pictures that were saved. Raises HooklineError like the embedded runner."""
+    """Run an API prompt or a UI workflow once; returns the pictures. Raises HooklineError like the embedded runner."""
     return Runner().run(prompt, out_dir, progress)
 
 
@@ -81,6 +86,30 @@ def load_nodes() -> None:
     for node in NODES:
         schema = node.GET_SCHEMA()
         nodes.NODE_CLASS_MAPPINGS[schema.node_id] = node
+
+
+def fields(node_type: str) -> list[Field] | None:
+    """The inputs of one of ComfyUI's node types, as its editor is told of them."""
+    import nodes
+
+    node = nodes.NODE_CLASS_MAPPINGS.get(node_type)
+    if node is None:
+        return None
+    inputs = node.GET_NODE_INFO_V1()["input"] if hasattr(node, "GET_NODE_INFO_V1") else node.INPUT_TYPES()
+    declared = {**inputs.get("required", {}), **inputs.get("optional", {})}
+    return [_field(name, *spec) for name, spec in declared.items()]
+
+
+def _field(name: str, io_type: str | list, options: dict[str, Any] | None = None) -> Field:
+    options = options or {}
+    choices = io_type if isinstance(io_type, list) else options.get("options")
+    return field(
+        name,
+        "COMBO" if isinstance(io_type, list) else io_type,
+        socket_only=bool(options.get("forceInput")),
+        control=options.get("control_after_generate"),
+        default=options.get("default", choices[0] if choices else None),
+    )
 
 
 def _describe(error: dict[str, Any] | None, node_errors: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Runs API prompts: validates the whole prompt first, then executes what its output nodes need."""
+"""Runs prompts: validates the whole prompt first, then executes what its output nodes need."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ...errors import HooklineError
+from ...workflow import Field, field, is_workflow, to_prompt
 from . import io
 from .events import on_progress
 from .nodes import CORE_NODES, run_context
@@ -17,7 +18,7 @@ Prompt = dict[str, dict[str, Any]]
 
 
 def run_prompt(prompt: Prompt, out_dir: Path, progress: Callable[[int, int], None] | None = None) -> list[Path]:
-    """Run a prompt {id: {class_type, inputs}}; returns the pictures written to `out_dir`.
+    """Run an API prompt {id: {class_type, inputs}} or a UI workflow; returns the pictures written to `out_dir`.
 
     Raises:
         HooklineError: the prompt is not valid, or a node found something the user can mend.
@@ -36,7 +37,20 @@ class Runner:
         self.nodes = {node.define_schema().node_id: node for node in node_classes}
         self.cache: dict[tuple, tuple] = {}
 
+    def read(self, document: dict[str, Any]) -> Prompt:
+        """The API prompt of a UI workflow; an API prompt is handed back as it is."""
+        return to_prompt(document, self.fields) if is_workflow(document) else document
+
+    def fields(self, node_type: str) -> list[Field] | None:
+        if node_type not in self.nodes:
+            return None
+        inputs = sorted(self.nodes[node_type].define_schema().inputs, key=lambda spec: bool(spec.optional))
+        return [
+            field(spec.id, spec.io_type, control=spec.control_after_generate, default=spec.default) for spec in inputs
+        ]
+
     def run(self, prompt: Prompt, out_dir: Path, progress: Callable[[int, int], None] | None = None) -> list[Path]:
+        prompt = self.read(prompt)
         schemas = self.validate(prompt)
         stop = on_progress(progress) if progress else lambda: None
         used: dict[str, tuple[tuple, tuple]] = {}
