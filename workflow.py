@@ -17,13 +17,18 @@ MUTED, BYPASSED = 2, 4
 
 
 class Field(NamedTuple):
-    """One input of a node type. `control`: the editor puts a "control after generate" widget behind it."""
+    """One input of a node type.
+
+    `control`: the editor puts a "control after generate" widget behind it. `branches`: further inputs that the
+    editor puts behind it, by its value.
+    """
 
     name: str
     io_type: str
     widget: bool
     control: bool = False
     default: Any = None
+    branches: dict[str, list[Field]] | None = None
 
 
 # Node type -> its inputs, the required ones first, or None if there is no such type.
@@ -53,6 +58,8 @@ def to_prompt(workflow: Document, definitions: Definitions) -> Document:
     """
     try:
         return _Converter(workflow, definitions).prompt()
+    except HooklineError:
+        raise
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise HooklineError(f"not a workflow that ComfyUI has saved: {type(error).__name__} {error}") from error
 
@@ -114,16 +121,14 @@ class _Converter:
         widgets = [item for item in fields if item.widget or item.name in converted]
         if isinstance(values, dict):
             return {item.name: _value(values[item.name]) for item in widgets if item.name in values}
-        dynamic = next((item.name for item in fields if item.io_type.startswith("COMFY_DYNAMICCOMBO")), None)
-        if dynamic is not None:
-            raise self.refusal(node, f"what {dynamic!r} offers depends on its value; use Export (API)")
         inputs, position = {}, 0
-        for item in widgets:
-            if position >= len(values):
-                if item.default is not None:
-                    inputs[item.name] = _value(item.default)
-                continue
-            inputs[item.name] = _value(values[position])
+        while widgets:
+            item = widgets.pop(0)
+            value = values[position] if position < len(values) else item.default
+            if value is not None:
+                inputs[item.name] = _value(value)
+            if item.branches:
+                widgets = [further for further in item.branches.get(value, []) if further.widget] + widgets
             position += 1
             if item.control and position < len(values) and values[position] in CONTROLS:
                 # A list with control has a filter text after it as well.

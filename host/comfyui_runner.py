@@ -96,20 +96,28 @@ def fields(node_type: str) -> list[Field] | None:
     if node is None:
         return None
     inputs = node.GET_NODE_INFO_V1()["input"] if hasattr(node, "GET_NODE_INFO_V1") else node.INPUT_TYPES()
-    declared = {**inputs.get("required", {}), **inputs.get("optional", {})}
-    return [_field(name, *spec) for name, spec in declared.items()]
+    return _fields(inputs)
+
+
+def _fields(inputs: dict[str, Any], prefix: str = "") -> list[Field]:
+    declared = {**(inputs.get("required") or {}), **(inputs.get("optional") or {})}
+    return [_field(prefix + name, *spec) for name, spec in declared.items()]
 
 
 def _field(name: str, io_type: str | list, options: dict[str, Any] | None = None) -> Field:
     options = options or {}
     choices = io_type if isinstance(io_type, list) else options.get("options")
-    return field(
+    made = field(
         name,
         "COMBO" if isinstance(io_type, list) else io_type,
         socket_only=bool(options.get("forceInput")),
         control=options.get("control_after_generate"),
         default=options.get("default", choices[0] if choices else None),
     )
+    if io_type != "COMFY_DYNAMICCOMBO_V3" or not choices:
+        return made
+    branches = {choice["key"]: _fields(choice["inputs"], f"{name}.") for choice in choices}
+    return made._replace(widget=True, default=choices[0]["key"], branches=branches)
 
 
 def _describe(error: dict[str, Any] | None, node_errors: dict[str, Any]) -> str:
