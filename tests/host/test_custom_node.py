@@ -39,3 +39,16 @@ def test_loads_from_a_link_under_any_name(lab: Any, tmp_path: Path) -> None:
     assert int(count) == len(__import__("hookline.nodes", fromlist=["NODES"]).NODES)
     assert base == "comfy.model_patcher"
     assert not nodes_file.startswith(str(link))
+
+
+def test_comfyui_reads_the_registry_metadata(lab: Any) -> None:
+    """ComfyUI's parser is the one that comfy-cli publishes with."""
+    if lab.name == "embedded":
+        pytest.skip("needs ComfyUI")
+    from comfy_config.config_parser import extract_node_configuration
+
+    read = extract_node_configuration(str(Path(hookline.__file__).parent))
+    assert read.project.name == "hookline" and read.project.version and read.project.license.text
+    assert read.project.supported_os == ["OS Independent"]
+    assert read.project.supported_comfyui_version and read.project.urls.repository
+    assert read.tool_comfy.publisher_id == "hookline" and read.tool_comfy.display_name == "Hookline"
