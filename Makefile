@@ -5,7 +5,7 @@ VENV := .venv
 COMFY_VENV := .venv-comfyui
 COMFYUI := $(or $(COMFYUI_PATH),$(wildcard $(HOME)/comfy/ComfyUI))
 
-.PHONY: demo test test-embedded test-comfyui comfyui-if-found lint format train clean
+.PHONY: demo test test-embedded test-comfyui comfyui-if-found lint format train workflows clean
 
 demo: $(VENV)/.ready
 	$(VENV)/bin/python -m hookline run example_workflows/api/two_regions.json --out output --report output/report.json
@@ -35,6 +35,9 @@ format: $(VENV)/.ready
 
 train: $(VENV)/.ready
 	$(VENV)/bin/python -m hookline.assets.train
+
+workflows: $(VENV)/.ready
+	$(VENV)/bin/python example_workflows/make.py
 
 clean:
 	rm -rf $(VENV) $(COMFY_VENV) build output *.egg-info

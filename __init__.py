@@ -2,6 +2,9 @@
 
 from typing import Any
 
+# Help pages; ComfyUI serves the folder.
+WEB_DIRECTORY = "./web"
+
 
 async def comfy_entrypoint() -> Any:
     from .host import ComfyExtension

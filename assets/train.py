@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from ..host.embedded.model import Flux, FluxConfig
-from .tiny import LORA_FOLDER, MODEL_FILE, TEXT_ENCODER_FILE, WORDS, TinyTextEncoder
+from .tiny import CHECKPOINT_FOLDER, LORA_FOLDER, MODEL_FILE, TEXT_ENCODER_FILE, WORDS, TinyTextEncoder
 
 CONFIG = FluxConfig(in_channels=16, context_dim=64, vec_dim=32, hidden=128, double_blocks=2, single_blocks=2)
 BATCH = 64
@@ -206,6 +206,17 @@ def train_next_word(encoder: TinyTextEncoder, steps: int, seed: int) -> dict[str
     return lora_tensors("text_encoders", added)
 
 
+def merged_checkpoint(model: Path, lora: Path) -> dict[str, Tensor]:
+    """The model with a LoRA of full strength in its weights, under a checkpoint's key names."""
+    tensors, factors = load_file(model), load_file(lora)
+    for key, down in factors.items():
+        if key.endswith(".lora_A.weight"):
+            layer = key.removeprefix("diffusion_model.").removesuffix(".lora_A.weight")
+            up = factors[key.replace("lora_A", "lora_B")]
+            tensors[f"{layer}.weight"] = (tensors[f"{layer}.weight"].float() + up.float() @ down.float()).half()
+    return {f"model.diffusion_model.{key}": tensor for key, tensor in tensors.items()}
+
+
 def main() -> None:
     torch.set_num_threads(2)
     started = time.time()
@@ -213,6 +224,8 @@ def main() -> None:
     save(train_look(model, encoder, 1, 1200, 1), LORA_FOLDER / "hookline_tiny_inverted.safetensors", "Black on white")
     save(train_look(model, encoder, 2, 700, 2), LORA_FOLDER / "hookline_tiny_slanted.safetensors", "Slanted")
     bold_next = {**train_look(model, encoder, 3, 500, 3), **train_next_word(encoder, 1500, 3)}
+    checkpoint = merged_checkpoint(MODEL_FILE, LORA_FOLDER / "hookline_tiny_inverted.safetensors")
+    save(checkpoint, CHECKPOINT_FOLDER / "hookline_tiny_black_on_white.safetensors", "The model with the inverted LoRA")
     save(bold_next, LORA_FOLDER / "hookline_tiny_bold_next.safetensors", "Bold; the text encoder reads the next digit")
     print(f"all: {time.time() - started:.0f} s")
 

@@ -1,10 +1,11 @@
 """What users drag."""
 
-from ..assets.tiny import LORA_FOLDER
+from ..assets.tiny import CHECKPOINT_FOLDER, LORA_FOLDER
 from ..host import add_files
 from . import clip, combine, conditioning, create, model, quickstart, schedule
 
 add_files("loras", LORA_FOLDER)
+add_files("checkpoints", CHECKPOINT_FOLDER)
 
 NODES = [
     *create.NODES,
