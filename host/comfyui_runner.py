@@ -47,7 +47,10 @@ class Runner:
 
         prompt, out_dir = self.read(prompt), Path(out_dir)
         out_dir.mkdir(parents=True, exist_ok=True)
-        folder_paths.set_output_directory(str(out_dir))
+        if folder_paths.get_output_directory() != str(out_dir):
+            # Node objects are kept with the outputs, and SaveImage's remembers the folder it was made with.
+            self.executor.reset()
+            folder_paths.set_output_directory(str(out_dir))
         valid, error, outputs, node_errors = asyncio.run(execution.validate_prompt(str(uuid.uuid4()), prompt, None))
         if not valid or node_errors:
             raise HooklineError(_describe(error, node_errors))
