@@ -45,6 +45,20 @@ def test_writes_picture_and_report(lab: Any, tmp_path: Path) -> None:
     assert sampling["loras"] == dict.fromkeys(loras, "26 of 26 layers matched")
 
 
+def test_runs_a_workflow_by_its_title_with_changed_inputs(lab: Any, tmp_path: Path, capsys: Any) -> None:
+    arguments = ["run", "Two regions, two LoRAs", "--host", lab.name, "--out", str(tmp_path), "--set", "15.steps=2"]
+    assert main(arguments) == 0
+    (image,) = tmp_path.glob("two_regions_*.png")
+    shown = capsys.readouterr()
+    assert shown.out.strip() == str(image) and "2/2" in shown.err
+    assert main([*arguments, "--set", "15.colour=red"]) == 2
+    assert "has no input 'colour'" in capsys.readouterr().err
+
+
+def test_unknown_example_lists_the_known_ones(lab: Any, tmp_path: Path) -> None:
+    check_refused(run(lab, tmp_path, prompt=Path("nothing")), "there is no example nothing; there are: ")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
