@@ -16,6 +16,7 @@ FOLDER = Path(__file__).parent
 MODEL_FILE = FOLDER / "tiny_flux.safetensors"
 TEXT_ENCODER_FILE = FOLDER / "tiny_text_encoder.safetensors"
 LORA_FOLDER = FOLDER / "loras"
+CHECKPOINT_FOLDER = FOLDER / "checkpoints"
 
 WORDS = ("", "digit", "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 LENGTH = 2

@@ -18,7 +18,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from ..host.embedded.model import Flux, FluxConfig
-from .tiny import LORA_FOLDER, MODEL_FILE, TEXT_ENCODER_FILE, WORDS, TinyTextEncoder
+from .tiny import CHECKPOINT_FOLDER, LORA_FOLDER, MODEL_FILE, TEXT_ENCODER_FILE, WORDS, TinyTextEncoder
 
 CONFIG = FluxConfig(in_channels=16, context_dim=64, vec_dim=32, hidden=128, double_blocks=2, single_blocks=2)
 BATCH = 64
@@ -189,6 +189,16 @@ def train_look(model: Flux, encoder: TinyTextEncoder, look: int, steps: int, see
     return lora_tensors("diffusion_model", added)
 
 
+def checkpoint(model: Flux, lora: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The model with a LoRA merged, as a checkpoint of its own."""
+    merged = dict(model.state_dict())
+    for layer in {name.rpartition(".lora_")[0] for name in lora if ".lora_" in name}:
+        key = layer.removeprefix("diffusion_model.") + ".weight"
+        up, down = (lora[f"{layer}.lora_{part}.weight"].float() for part in "BA")
+        merged[key] = merged[key] + lora.get(f"{layer}.alpha", torch.tensor(float(RANK))).float() / RANK * (up @ down)
+    return {f"model.diffusion_model.{key}": weight.half() for key, weight in merged.items()}
+
+
 def train_next_word(encoder: TinyTextEncoder, steps: int, seed: int) -> dict[str, Tensor]:
     """A text-encoder LoRA that reads each digit's word as the next digit's, and "" as before."""
     torch.manual_seed(seed)
@@ -210,7 +220,13 @@ def main() -> None:
     torch.set_num_threads(2)
     started = time.time()
     model, encoder = train_base(4000)
-    save(train_look(model, encoder, 1, 1200, 1), LORA_FOLDER / "hookline_tiny_inverted.safetensors", "Black on white")
+    inverted_look = train_look(model, encoder, 1, 1200, 1)
+    save(inverted_look, LORA_FOLDER / "hookline_tiny_inverted.safetensors", "Black on white")
+    save(
+        checkpoint(model, inverted_look),
+        CHECKPOINT_FOLDER / "hookline_tiny_inverted_model.safetensors",
+        "Black on white",
+    )
     save(train_look(model, encoder, 2, 700, 2), LORA_FOLDER / "hookline_tiny_slanted.safetensors", "Slanted")
     bold_next = {**train_look(model, encoder, 3, 500, 3), **train_next_word(encoder, 1500, 3)}
     save(bold_next, LORA_FOLDER / "hookline_tiny_bold_next.safetensors", "Bold; the text encoder reads the next digit")
