@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
@@ -189,6 +189,16 @@ def train_look(model: Flux, encoder: TinyTextEncoder, look: int, steps: int, see
     return lora_tensors("diffusion_model", added)
 
 
+def checkpoint(model: Flux, lora: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The model with a LoRA merged, as a checkpoint of its own."""
+    merged = dict(model.state_dict())
+    for layer in {name.rpartition(".lora_")[0] for name in lora if ".lora_" in name}:
+        key = layer.removeprefix("diffusion_model.") + ".weight"
+        up, down = (lora[f"{layer}.lora_{part}.weight"].float() for part in "BA")
+        merged[key] = merged[key] + lora.get(f"{layer}.alpha", torch.tensor(float(RANK))).float() / RANK * (up @ down)
+    return {f"model.diffusion_model.{key}": weight.half() for key, weight in merged.items()}
+
+
 def train_next_word(encoder: TinyTextEncoder, steps: int, seed: int) -> dict[str, Tensor]:
     """A text-encoder LoRA that reads each digit's word as the next digit's, and "" as before."""
     torch.manual_seed(seed)
@@ -206,26 +216,19 @@ def train_next_word(encoder: TinyTextEncoder, steps: int, seed: int) -> dict[str
     return lora_tensors("text_encoders", added)
 
 
-def merged_checkpoint(model: Path, lora: Path) -> dict[str, Tensor]:
-    """The model with a LoRA of full strength in its weights, under a checkpoint's key names."""
-    tensors, factors = load_file(model), load_file(lora)
-    for key, down in factors.items():
-        if key.endswith(".lora_A.weight"):
-            layer = key.removeprefix("diffusion_model.").removesuffix(".lora_A.weight")
-            up = factors[key.replace("lora_A", "lora_B")]
-            tensors[f"{layer}.weight"] = (tensors[f"{layer}.weight"].float() + up.float() @ down.float()).half()
-    return {f"model.diffusion_model.{key}": tensor for key, tensor in tensors.items()}
-
-
 def main() -> None:
     torch.set_num_threads(2)
     started = time.time()
     model, encoder = train_base(4000)
-    save(train_look(model, encoder, 1, 1200, 1), LORA_FOLDER / "hookline_tiny_inverted.safetensors", "Black on white")
+    inverted_look = train_look(model, encoder, 1, 1200, 1)
+    save(inverted_look, LORA_FOLDER / "hookline_tiny_inverted.safetensors", "Black on white")
+    save(
+        checkpoint(model, inverted_look),
+        CHECKPOINT_FOLDER / "hookline_tiny_inverted_model.safetensors",
+        "Black on white",
+    )
     save(train_look(model, encoder, 2, 700, 2), LORA_FOLDER / "hookline_tiny_slanted.safetensors", "Slanted")
     bold_next = {**train_look(model, encoder, 3, 500, 3), **train_next_word(encoder, 1500, 3)}
-    checkpoint = merged_checkpoint(MODEL_FILE, LORA_FOLDER / "hookline_tiny_inverted.safetensors")
-    save(checkpoint, CHECKPOINT_FOLDER / "hookline_tiny_black_on_white.safetensors", "The model with the inverted LoRA")
     save(bold_next, LORA_FOLDER / "hookline_tiny_bold_next.safetensors", "Bold; the text encoder reads the next digit")
     print(f"all: {time.time() - started:.0f} s")
 

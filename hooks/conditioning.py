@@ -1,7 +1,7 @@
 """Attach hooks, masks and time ranges to conditioning. Inputs are never changed.
 
 A conditioning is a list of [tensor, options]. The options written here are the host's own: `hooks`, `mask`,
-`set_area_to_bounds`, `mask_strength`, `start_percent`, `end_percent`.
+`set_area_to_bounds`, `mask_strength`, `start_percent`, `end_percent`, `default`.
 """
 
 from __future__ import annotations
@@ -51,6 +51,12 @@ def set_props(
     return [
         [[t, {**entry, **options, **hooks_for(entry)}] for t, entry in conditioning] for conditioning in conditionings
     ]
+
+
+def set_default(*conditionings: Conditioning, hooks: HookGroup | None = None) -> list[Conditioning]:
+    """Each conditioning, made to act where the others of its side leave the picture uncovered."""
+    marked = [[[t, {**entry, "default": True}] for t, entry in conditioning] for conditioning in conditionings]
+    return set_props(*marked, hooks=hooks)
 
 
 def combine(*conditionings: Conditioning) -> Conditioning:

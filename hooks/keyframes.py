@@ -6,12 +6,17 @@ the run's list of sigmas alone, so split, multi-call and restarting samplers get
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from ..host import HookKeyframe, HookKeyframeGroup
 from .schedule import Point, Schedule, segment
+
+INTERPOLATIONS = ("linear", "ease_in", "ease_out", "ease_in_out")
 
 LEVELS = 16
 """Steps into which a curved or sloped segment is divided wherever a strength has to be constant for a while."""
@@ -22,11 +27,19 @@ class ScheduleKeyframes(HookKeyframeGroup):
 
     def __init__(self, schedule: Schedule | None = None) -> None:
         super().__init__()
-        self.schedule = schedule or Schedule((Point(0.0, 1.0),))
-        for progress, strength in steps_of(self.schedule):
-            self.add(HookKeyframe(strength, start_percent=progress, guarantee_steps=0))
+        schedule = schedule or Schedule((Point(0.0, 1.0),))
+        for progress, strength in steps_of(schedule):
+            super().add(HookKeyframe(strength, start_percent=progress, guarantee_steps=0))
+        self.schedule: Schedule | None = schedule
 
-    def clone(self) -> ScheduleKeyframes:
+    def add(self, keyframe: HookKeyframe) -> None:
+        """A keyframe of someone else's makes it a group of keyframes like any other."""
+        super().add(keyframe)
+        self.schedule = None
+
+    def clone(self) -> HookKeyframeGroup:
+        if self.schedule is None:
+            return super().clone()
         copy = ScheduleKeyframes(self.schedule)
         for mine, its in zip(self.keyframes, copy.keyframes):
             its.start_t = mine.start_t
@@ -37,6 +50,30 @@ class ScheduleKeyframes(HookKeyframeGroup):
         before = self.strength
         self._current_keyframe = current_keyframe(self.keyframes, float(curr_t))
         return self.strength != before
+
+
+def spread_keyframes(
+    strengths: Sequence[float], start_percent: float, end_percent: float, previous: HookKeyframeGroup | None = None
+) -> HookKeyframeGroup:
+    """Keyframes with these strengths, evenly from `start_percent` to `end_percent`, added to the previous ones.
+
+    As in ComfyUI's nodes, the first one is guaranteed a step and the others are not.
+    """
+    group = previous.clone() if previous is not None else HookKeyframeGroup()
+    for i, (percent, strength) in enumerate(
+        zip(interpolated(start_percent, end_percent, len(strengths), "linear"), strengths)
+    ):
+        group.add(HookKeyframe(strength, start_percent=percent, guarantee_steps=int(i == 0)))
+    return group
+
+
+def interpolated(start: float, end: float, count: int, method: str) -> list[float]:
+    """`count` numbers from `start` to `end`, rounded to float32 like those of ComfyUI's nodes."""
+    if method == "linear":
+        return torch.linspace(start, end, count).tolist()
+    t = torch.linspace(0, 1, count)
+    eased = {"ease_in": t**2, "ease_out": 1 - (1 - t) ** 2, "ease_in_out": (1 - torch.cos(t * math.pi)) / 2}[method]
+    return ((end - start) * eased + start).tolist()
 
 
 def steps_of(schedule: Schedule) -> list[tuple[float, float]]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from .. import host
 from ..errors import HooklineError
 from ..host import EnumWeightTarget, HookGroup, WeightHook
+from .blocks import BlockWeights, block_factors
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,23 +31,48 @@ class LoraFile:
 
 
 class LoraHook(WeightHook):
-    """A weight hook that knows the file it came from."""
+    """A weight hook that knows the file it came from, and how strongly it acts on each block of a diffusion model."""
 
-    def __init__(self, lora: LoraFile | None = None, strength_model: float = 1.0, strength_clip: float = 1.0) -> None:
+    def __init__(
+        self,
+        lora: LoraFile | None = None,
+        strength_model: float = 1.0,
+        strength_clip: float = 1.0,
+        blocks: BlockWeights = (),
+    ) -> None:
         super().__init__(strength_model, strength_clip)
-        self.lora = lora
+        self.lora, self.blocks = lora, blocks
         self.weights = lora.tensors if lora else None
+
+    @property
+    def digest(self) -> str:
+        """Equal for hooks that change weights alike at equal strengths."""
+        return f"{self.lora.digest}{self.blocks or ''}"
 
     def clone(self) -> LoraHook:
         copy = super().clone()
-        copy.lora = self.lora
+        copy.lora, copy.blocks = self.lora, self.blocks
         return copy
 
+    def add_hook_patches(
+        self, model: Any, model_options: dict[str, Any], target_dict: dict[str, Any], registered: HookGroup
+    ) -> bool:
+        """Called by a host's own patcher; Hookline's uses `map_hook` itself."""
+        target = target_dict["target"]
+        mapping = map_hook(self, model.model, target)
+        logging.info("Hookline: %s", mapping.summary(self.lora.name))
+        strength = self._strength_clip if target == EnumWeightTarget.Clip else self._strength_model
+        for factor in {mapping.factor(key) for key in mapping.patches}:
+            patches = {key: patch for key, patch in mapping.patches.items() if mapping.factor(key) == factor}
+            model.add_hook_patches(hook=self, patches=patches, strength_patch=strength * factor)
+        registered.add(self)
+        return True
 
-def lora_hook(lora: LoraFile, strength_model: float, strength_clip: float) -> HookGroup:
+
+def lora_hook(lora: LoraFile, strength_model: float, strength_clip: float, blocks: BlockWeights = ()) -> HookGroup:
     """A new group with one hook for the LoRA."""
     group = HookGroup()
-    group.add(LoraHook(lora, strength_model, strength_clip))
+    group.add(LoraHook(lora, strength_model, strength_clip, blocks))
     return group
 
 
@@ -71,9 +98,9 @@ def read_lora(name: str) -> LoraFile:
     return LoraFile(name, path, tensors, content_digest(tensors))
 
 
-def lora_fingerprint(name: str) -> str:
+def file_fingerprint(kind: str, name: str) -> str:
     """Changes when the file behind the name does: path, size and time of change."""
-    path = host.file_path("loras", name)
+    path = host.file_path(kind, name)
     stat = os.stat(path)
     return f"{path}:{stat.st_size}:{stat.st_mtime_ns}"
 
@@ -93,12 +120,17 @@ class LoraMapping:
     """A LoRA's patches for one model, and how much of the file they are.
 
     `patches`: {weight key or (key, offset[, function]): patch}, as the host's `calculate_weight` takes them.
+    `factors`: by weight key, where block weights say how much of its patches acts.
     """
 
     patches: dict[Any, Any]
     matched: int
     total: int
     unmatched: list[str] = field(default_factory=list)
+    factors: dict[str, float] = field(default_factory=dict)
+
+    def factor(self, patch_key: Any) -> float:
+        return self.factors.get(weight_key(patch_key), 1.0)
 
     def coverage(self) -> str:
         return f"{self.matched} of {self.total} layers matched"
@@ -106,6 +138,28 @@ class LoraMapping:
     def summary(self, name: str) -> str:
         some = f"; not matched: {', '.join(self.unmatched[:3])}{' ...' if len(self.unmatched) > 3 else ''}"
         return f"LoRA {name!r}: {self.coverage()}{some if self.unmatched else ''}"
+
+
+def map_hook(hook: WeightHook, model: nn.Module, target: EnumWeightTarget) -> LoraMapping:
+    """Match a weight hook's changes with the parameters of a model.
+
+    Raises:
+        HooklineError: its block weights name a block that the model does not have.
+    """
+    if hook.need_weight_init:
+        mapping = map_lora(hook.weights, model, target)
+    else:
+        patches = (hook.weights_clip if target == EnumWeightTarget.Clip else hook.weights) or {}
+        parameters = {name for name, _ in model.named_parameters()}
+        fitting = {key: patch for key, patch in patches.items() if weight_key(key) in parameters}
+        mapping = LoraMapping(fitting, len(fitting), len(patches), sorted(map(str, patches.keys() - fitting.keys())))
+    blocks = getattr(hook, "blocks", ())
+    if not blocks or target == EnumWeightTarget.Clip:
+        return mapping
+    model_keys = [name for name, _ in model.named_parameters()]
+    factors = block_factors(blocks, map(weight_key, mapping.patches), model_keys, type(model).__name__)
+    acting = {key: patch for key, patch in mapping.patches.items() if factors[weight_key(key)] != 0}
+    return replace(mapping, patches=acting, factors=factors)
 
 
 def map_lora(tensors: dict[str, Tensor], model: nn.Module, target: EnumWeightTarget) -> LoraMapping:

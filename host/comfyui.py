@@ -15,6 +15,7 @@ import comfy.memory_management
 import comfy.model_management
 import comfy.model_patcher
 import comfy.ops
+import comfy.samplers
 import comfy.sd
 import comfy.utils
 import folder_paths
@@ -116,6 +117,26 @@ def make_model(tensors: dict[str, Tensor]) -> ModelPatcher:
     if model is None:
         raise HooklineError("not a diffusion model that ComfyUI knows")
     return model
+
+
+def load_checkpoint(path: str) -> tuple[nn.Module, nn.Module | None]:
+    """The diffusion model and the text encoder in a checkpoint file; None where it has no text encoder.
+
+    Raises:
+        HooklineError: not a checkpoint that ComfyUI knows.
+    """
+    folders = folder_paths.get_folder_paths("embeddings")
+    try:
+        model, clip, *_ = comfy.sd.load_checkpoint_guess_config(path, output_vae=False, embedding_directory=folders)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise HooklineError(f"can't be loaded: {' '.join(str(error).split())}") from error
+    if model is None:
+        raise HooklineError("there is no diffusion model in it")
+    return model.model, clip.cond_stage_model if clip is not None else None
+
+
+def calculate_sigmas(model_sampling: Any, scheduler: str, steps: int) -> Tensor:
+    return comfy.samplers.calculate_sigmas(model_sampling, scheduler, steps)
 
 
 def make_clip(text_model: nn.Module, tokenizer: Any) -> comfy.sd.CLIP:

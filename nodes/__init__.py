@@ -2,7 +2,7 @@
 
 from ..assets.tiny import CHECKPOINT_FOLDER, LORA_FOLDER
 from ..host import add_files
-from . import clip, combine, conditioning, create, model, quickstart, schedule
+from . import clip, combine, conditioning, create, inspect, model, quickstart, schedule
 
 add_files("loras", LORA_FOLDER)
 add_files("checkpoints", CHECKPOINT_FOLDER)
@@ -14,5 +14,6 @@ NODES = [
     *conditioning.NODES,
     *clip.NODES,
     *model.NODES,
+    *inspect.NODES,
     *quickstart.NODES,
 ]

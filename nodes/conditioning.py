@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..hooks.conditioning import combine, set_props
-from ..host import io
+from ..hooks.conditioning import combine, set_default, set_props
+from ..host import HookGroup, io
 
 TimestepsRangeType = io.Custom("TIMESTEPS_RANGE")
 
@@ -43,6 +43,53 @@ def _pair_outputs() -> list[Any]:
         io.Conditioning.Output("positive", tooltip="For the sampler, or for the next region."),
         io.Conditioning.Output("negative", tooltip="For the sampler, or for the next region."),
     ]
+
+
+def _default_hooks_input() -> Any:
+    return io.Hooks.Input("hooks", optional=True, tooltip="LoRAs that act only for the default conditioning.")
+
+
+class CondSetProps(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="HooklineCondSetProps",
+            display_name="Cond Set Props (Hookline)",
+            category="hookline/conditioning",
+            description="Put hooks, a mask and a time range on a conditioning.",
+            search_aliases=["regional prompt", "regional lora", "mask conditioning", "hook conditioning"],
+            inputs=[
+                io.Conditioning.Input("cond_NEW", tooltip="The conditioning that gets the properties."),
+                *_prop_inputs(),
+            ],
+            outputs=[io.Conditioning.Output(tooltip="For the sampler, or for the next region.")],
+        )
+
+    @classmethod
+    def execute(cls, cond_NEW: list, **props: Any) -> io.NodeOutput:
+        return io.NodeOutput(*set_props(cond_NEW, **props))
+
+
+class CondSetPropsCombine(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="HooklineCondSetPropsCombine",
+            display_name="Cond Set Props Combine (Hookline)",
+            category="hookline/conditioning",
+            description="Put properties on a new conditioning and add it to one that is there already.",
+            search_aliases=["regional prompt", "regional lora", "add region", "hook conditioning"],
+            inputs=[
+                io.Conditioning.Input("cond", tooltip="The conditioning that the new one is added to."),
+                io.Conditioning.Input("cond_NEW", tooltip="The conditioning that gets the properties."),
+                *_prop_inputs(),
+            ],
+            outputs=[io.Conditioning.Output(tooltip="For the sampler, or for the next region.")],
+        )
+
+    @classmethod
+    def execute(cls, cond: list, cond_NEW: list, **props: Any) -> io.NodeOutput:
+        return io.NodeOutput(combine(cond, *set_props(cond_NEW, **props)))
 
 
 class CondPairSetProps(io.ComfyNode):
@@ -93,6 +140,76 @@ class CondPairSetPropsCombine(io.ComfyNode):
         return io.NodeOutput(combine(positive, new_positive), combine(negative, new_negative))
 
 
+class CondPairCombine(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="HooklineCondPairCombine",
+            display_name="Cond Pair Combine (Hookline)",
+            category="hookline/conditioning",
+            description="Two pairs of conditionings together.",
+            search_aliases=["combine regions", "join conditioning"],
+            inputs=[*_pair_inputs("_A", "of the first pair"), *_pair_inputs("_B", "of the second pair")],
+            outputs=_pair_outputs(),
+        )
+
+    @classmethod
+    def execute(cls, positive_A: list, negative_A: list, positive_B: list, negative_B: list) -> io.NodeOutput:
+        return io.NodeOutput(combine(positive_A, positive_B), combine(negative_A, negative_B))
+
+
+class CondSetDefault(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="HooklineCondSetDefault",
+            display_name="Cond Set Default Combine (Hookline)",
+            category="hookline/conditioning",
+            description="Add a conditioning that acts wherever the masks of the others leave the picture uncovered.",
+            search_aliases=["default prompt", "background prompt", "regional prompt"],
+            inputs=[
+                io.Conditioning.Input("cond", tooltip="The conditioning with masks."),
+                io.Conditioning.Input("cond_DEFAULT", tooltip="The conditioning for the rest of the picture."),
+                _default_hooks_input(),
+            ],
+            outputs=[io.Conditioning.Output(tooltip="For the sampler.")],
+        )
+
+    @classmethod
+    def execute(cls, cond: list, cond_DEFAULT: list, hooks: HookGroup | None = None) -> io.NodeOutput:
+        return io.NodeOutput(combine(cond, *set_default(cond_DEFAULT, hooks=hooks)))
+
+
+class CondPairSetDefault(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="HooklineCondPairSetDefault",
+            display_name="Cond Pair Set Default Combine (Hookline)",
+            category="hookline/conditioning",
+            description="Add a pair that acts wherever the masks of the others leave the picture uncovered.",
+            search_aliases=["default prompt", "background prompt", "regional prompt"],
+            inputs=[
+                *_pair_inputs("", "with masks"),
+                *_pair_inputs("_DEFAULT", "for the rest of the picture"),
+                _default_hooks_input(),
+            ],
+            outputs=_pair_outputs(),
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        positive: list,
+        negative: list,
+        positive_DEFAULT: list,
+        negative_DEFAULT: list,
+        hooks: HookGroup | None = None,
+    ) -> io.NodeOutput:
+        default_positive, default_negative = set_default(positive_DEFAULT, negative_DEFAULT, hooks=hooks)
+        return io.NodeOutput(combine(positive, default_positive), combine(negative, default_negative))
+
+
 class TimestepsRange(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -121,4 +238,13 @@ class TimestepsRange(io.ComfyNode):
         return io.NodeOutput((start_percent, end_percent), (0.0, start_percent), (end_percent, 1.0))
 
 
-NODES = [CondPairSetProps, CondPairSetPropsCombine, TimestepsRange]
+NODES = [
+    CondSetProps,
+    CondSetPropsCombine,
+    CondPairSetProps,
+    CondPairSetPropsCombine,
+    CondPairCombine,
+    CondSetDefault,
+    CondPairSetDefault,
+    TimestepsRange,
+]

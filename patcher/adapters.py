@@ -63,6 +63,16 @@ class Affine:
 Additive = LowRank | Kronecker | Offset | OutputGain | Affine
 
 
+def scaled(form: Additive, factor: float) -> Additive:
+    """The form times a factor; all are linear in it."""
+    if factor == 1:
+        return form
+    if isinstance(form, (LowRank, Kronecker)):
+        return replace(form, scale=form.scale * factor)
+    (name,) = form.__dataclass_fields__
+    return replace(form, **{name: getattr(form, name) * factor})
+
+
 Form = tuple[LowRank, Tensor | None]
 """The low-rank factors of an adapter, and the magnitudes if it is a DoRA."""
 

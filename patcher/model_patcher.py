@@ -15,7 +15,7 @@ from .. import host
 from ..errors import HooklineError
 from ..hooks.group import weight_hooks
 from ..hooks.keyframes import strength_at
-from ..hooks.lora import LoraMapping, is_for_text_encoder, map_lora, weight_key
+from ..hooks.lora import LoraMapping, is_for_text_encoder, map_hook, weight_key
 from ..host import CallbacksMP, EnumHookType, EnumWeightTarget, HookGroup, PatcherInjection, WeightHook, WrappersMP
 from . import sampling
 from .adapters import NotAdditive
@@ -99,14 +99,8 @@ class HookModelPatcher(host.ModelPatcher):
         return known
 
     def _map(self, hook: WeightHook) -> LoraMapping:
-        target = EnumWeightTarget.Clip if self.is_clip else EnumWeightTarget.Model
-        if not hook.need_weight_init:
-            patches = (hook.weights_clip if self.is_clip else hook.weights) or {}
-            parameters = {name for name, _ in self.model.named_parameters()}
-            fitting = {key: patch for key, patch in patches.items() if weight_key(key) in parameters}
-            return LoraMapping(fitting, len(fitting), len(patches))
-        mapping = map_lora(hook.weights, self.model, target)
-        meant_for_us = self.is_clip or any(not is_for_text_encoder(name) for name in hook.weights)
+        mapping = map_hook(hook, self.model, EnumWeightTarget.Clip if self.is_clip else EnumWeightTarget.Model)
+        meant_for_us = any(not is_for_text_encoder(weight_key(name)) for name in hook.weights or {})
         if not mapping.matched and meant_for_us and not self.is_clip:
             raise HooklineError(f"{mapping.summary(hook_name(hook))}: it is not made for {type(self.model).__name__}")
         return mapping
@@ -301,13 +295,24 @@ class HookModelPatcher(host.ModelPatcher):
         return apply_hookline(super().get_non_dynamic_delegate(), self.path) if self.path == "merged" else self
 
 
+def described(model: host.ModelPatcher, hooks: HookGroup) -> tuple[list[str], str]:
+    """-> names of the weight hooks of a group, and the path they would take on `model`."""
+    found = weight_hooks(hooks)
+    names = [hook_name(hook) for hook in found]
+    if not isinstance(model, HookModelPatcher):
+        return names, "ComfyUI's own path (no Apply Hookline)"
+    known = [(model.known(hook), 1.0) for hook in found]
+    return names, model.plan([(k, strength) for k, strength in known if k.mapping.patches]).path
+
+
 def _by_weight(active: list[tuple[KnownHook, float]]) -> dict[str, list[Patch]]:
     """Weight key -> patches of all active hooks, in the hooks' order."""
     patches: dict[str, list[Patch]] = {}
     for known, strength in active:
         for key, patch in known.mapping.patches.items():
             offset, function = (None, None) if isinstance(key, str) else (key[1], key[2] if len(key) > 2 else None)
-            patches.setdefault(weight_key(key), []).append((strength, patch, 1.0, offset, function))
+            scaled = strength * known.mapping.factor(key)
+            patches.setdefault(weight_key(key), []).append((scaled, patch, 1.0, offset, function))
     return patches
 
 

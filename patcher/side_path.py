@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import host
-from .adapters import Additive, Affine, Kronecker, LowRank, NotAdditive, Offset, OutputGain, additive
+from .adapters import Additive, Affine, Kronecker, LowRank, NotAdditive, Offset, OutputGain, additive, scaled
 
 _CONVOLUTIONS = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
 
@@ -170,7 +170,9 @@ class SideSet(nn.Module):
 
 
 def build(model: nn.Module, patches: list[dict[str, list[tuple]]], dtype: torch.dtype) -> SideSet:
-    """The set of LoRAs given as {weight key: [(strength, patch, strength of the base, offset, function)]} each.
+    """The set of LoRAs given as {weight key: [(factor, patch, strength of the base, offset, function)]} each.
+
+    A factor scales its patch for good (block weights); strengths are for each call to say.
 
     Raises:
         NotAdditive: some patch has no additive form on its layer; says which and why.
@@ -189,10 +191,11 @@ def build(model: nn.Module, patches: list[dict[str, list[tuple]]], dtype: torch.
                 convert = getattr(module, "convert_weight", None)
                 return weight if convert is None else convert(weight, inplace=True)
 
-            for _, patch, _, offset, function in key_patches:
+            for factor, patch, _, offset, function in key_patches:
                 before = layers.setdefault(path, [])
                 try:
                     forms = additive(patch, name, module._parameters[name].shape, base, offset, function)
+                    forms = [scaled(form, factor) for form in forms]
                     if before and any(isinstance(form, OutputGain) for form in forms):
                         raise NotAdditive("DoRA on top of another LoRA")
                 except NotAdditive as reason:

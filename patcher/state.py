@@ -56,7 +56,7 @@ class KnownHook:
         self.name = hook_name(hook)
         self.mapping = mapping
         # Patches that did not come from tensors we can read are equal to nothing but themselves.
-        self.digest = _digest_of(hook) if hook.need_weight_init else object()
+        self.digest = _digest_of(hook)
 
 
 def hook_name(hook: WeightHook) -> str:
@@ -64,6 +64,7 @@ def hook_name(hook: WeightHook) -> str:
     return lora.name if lora else "hook"
 
 
-def _digest_of(hook: WeightHook) -> str:
-    lora = getattr(hook, "lora", None)
-    return lora.digest if lora else content_digest(hook.weights)
+def _digest_of(hook: WeightHook) -> Any:
+    if hasattr(hook, "digest"):
+        return hook.digest
+    return content_digest(hook.weights) if hook.need_weight_init else object()

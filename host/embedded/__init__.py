@@ -26,8 +26,9 @@ from .lora import (
     stochastic_rounding,
     string_to_seed,
 )
-from .models import layers_called, load_models, make_model
+from .models import layers_called, load_checkpoint, load_models, make_model
 from .patcher import ModelPatcher, free_memory, tensor_bytes
+from .sampling import calculate_sigmas
 from .text_encoder import make_clip
 
 name = "embedded"

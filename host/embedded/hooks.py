@@ -6,6 +6,7 @@ from enum import Enum
 from typing import Any
 
 from ...patcher.extension import merge_options
+from .lora import clip_key_map, load_lora, model_key_map
 
 
 class EnumHookType(Enum):
@@ -117,6 +118,18 @@ class WeightHook(Hook):
         self.weights_clip: dict[str, Any] | None = None
         self.need_weight_init = True
         self._strength_model, self._strength_clip = strength_model, strength_clip
+
+    def add_hook_patches(
+        self, model: Any, model_options: dict[str, Any], target_dict: dict[str, Any], registered: HookGroup
+    ) -> bool:
+        """Register this hook's patches with a patcher that merges hooks itself."""
+        for_clip = target_dict["target"] == EnumWeightTarget.Clip
+        patches = self.weights_clip if for_clip else self.weights
+        if self.need_weight_init:
+            patches = load_lora(self.weights, clip_key_map(model.model) if for_clip else model_key_map(model.model))
+        model.add_hook_patches(self, patches or {}, self._strength_clip if for_clip else self._strength_model)
+        registered.add(self)
+        return True
 
 
 class TransformerOptionsHook(Hook):

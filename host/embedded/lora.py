@@ -83,8 +83,9 @@ def clip_key_map(model: nn.Module) -> dict[str, str]:
 def calculate_weight(patches: list[tuple], weight: Tensor, key: str, original_weights: dict | None = None) -> Tensor:
     """Apply patches (strength, patch, strength_model, offset, function) to a float32 `weight`, in order.
 
-    Changes and returns `weight` (or a replacement of it). Raises whatever fails: a shape that does not fit is
-    RuntimeError. Not supported here and refused: row functions.
+    Changes and returns `weight` (or a replacement of it). A difference to another model counts from
+    `original_weights[key][0][0]`. Raises whatever fails: a shape that does not fit is RuntimeError. Not supported here
+    and refused: row functions.
     """
     for strength, patch, strength_model, offset, function in patches:
         if function is not None:
@@ -102,6 +103,11 @@ def calculate_weight(patches: list[tuple], weight: Tensor, key: str, original_we
             part += strength * patch[1][0].to(part)
         elif patch[0] == "set":
             part.copy_(patch[1][0])
+        elif patch[0] == "model_as_lora":
+            base = original_weights[key][0][0]
+            if patch[1][0].shape != base.shape:
+                raise RuntimeError(f"the other model's weight is {tuple(patch[1][0].shape)}, not {tuple(base.shape)}")
+            part += strength * (patch[1][0].to(part) - base.to(part))
         else:
             raise NotImplementedError(f"{key}: patch type {patch[0]!r}")
     return weight

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import Tensor
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from ...errors import HooklineError
 from .model import Flux, FluxConfig, FluxModel
@@ -48,3 +50,16 @@ def make_model(tensors: dict[str, Tensor]) -> ModelPatcher:
     if missing or unexpected:
         raise HooklineError(f"checkpoint does not fit: missing {missing[:3]}, unexpected {unexpected[:3]}")
     return ModelPatcher(FluxModel(flux.float() if not quantized else flux).requires_grad_(False).eval())
+
+
+def load_checkpoint(path: str) -> tuple[nn.Module, nn.Module | None]:
+    """The diffusion model in a file, with its parameters named `diffusion_model....`; text encoders are not read here.
+
+    Raises:
+        HooklineError: not a safetensors file with a Flux model in it.
+    """
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise HooklineError(f"can't be read: {' '.join(str(error).split())}") from error
+    return make_model(tensors).model, None

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from ...patcher import extension
 from ...patcher.extension import CallbacksMP, merge_options
-from .hooks import EnumHookType, EnumWeightTarget, HookGroup, WeightHook
-from .lora import calculate_weight, clip_key_map, load_lora, model_key_map, stochastic_rounding, string_to_seed
+from .hooks import EnumHookType, HookGroup, WeightHook
+from .lora import calculate_weight, stochastic_rounding, string_to_seed
 
 CPU = torch.device("cpu")
 Backup = namedtuple("Backup", ["weight"])
@@ -122,7 +122,8 @@ class ModelPatcher(extension.Registries):
             weight = original.to(torch.float32, copy=True)
             if hasattr(module, f"convert_{name}"):
                 weight = getattr(module, f"convert_{name}")(weight, inplace=True)
-            weight = calculate_weight(key_patches, weight, key)
+            base = self.backup[key].weight if key in self.backup else original
+            weight = calculate_weight(key_patches, weight, key, {key: [(base,)]})
             if hasattr(module, f"set_{name}"):
                 weight = getattr(module, f"set_{name}")(weight, seed=string_to_seed(key), return_weight=True)
             else:
@@ -206,22 +207,15 @@ class ModelPatcher(extension.Registries):
         registered = HookGroup() if registered is None else registered
         self.hook_patches_backup = dict(self.hook_patches)
         for hook in hooks.get_type(EnumHookType.Weight):
-            self._add_hook(hook, target_dict["target"])
-            registered.add(hook)
+            hook.add_hook_patches(self, model_options or {}, target_dict, registered)
         return registered
 
-    def _add_hook(self, hook: WeightHook, target: EnumWeightTarget) -> None:
-        for_clip = target == EnumWeightTarget.Clip
-        patches = hook.weights_clip if for_clip else hook.weights
-        if hook.need_weight_init:
-            key_map = clip_key_map(self.model) if for_clip else model_key_map(self.model)
-            patches = load_lora(hook.weights, key_map)
-        strength = hook._strength_clip if for_clip else hook._strength_model
-        keyed: dict[str, list[tuple]] = {}
+    def add_hook_patches(self, hook: WeightHook, patches: dict[Any, Any], strength_patch: float = 1.0) -> None:
+        """Make patches of a hook known, besides those that it has already."""
+        keyed = self.hook_patches.setdefault(hook.hook_ref, {})
         for patch_key, patch in patches.items():
             key, offset, function = _split_key(patch_key)
-            keyed.setdefault(key, []).append((strength, patch, 1.0, offset, function))
-        self.hook_patches[hook.hook_ref] = keyed
+            keyed.setdefault(key, []).append((strength_patch, patch, 1.0, offset, function))
 
     def restore_hook_patches(self) -> None:
         """Forget hooks registered for the last run."""
