@@ -43,8 +43,8 @@ WORKFLOWS = {
     ),
     "prompt_schedule": (
         "Prompt schedule with a fading LoRA",
-        "The prompt says *three* for the first fifth of the run and *five* from there on, with a bold LoRA that fades "
-        "out towards the end. The picture below the digit shows what acts when.",
+        "The prompt says *one* for the first fifth of the run and *zero* from there on, early enough for a zero; with "
+        "`end_percent` 0.8 you get a one. A bold LoRA fades out meanwhile. The timeline shows what acts when.",
     ),
     "three_styles": (
         "Three styles on one prompt",
@@ -67,12 +67,12 @@ WORKFLOWS = {
     ),
     "single_conds": (
         "One negative for all regions",
-        "The nodes for a single conditioning: regions and their hooks on the positive prompt alone. The negative "
-        "prompt is plain and acts everywhere.",
+        "The nodes for a single conditioning: regions, their hooks, and a default between them on the positive prompt "
+        "alone. The negative prompt is plain and acts everywhere, so CFG strengthens the LoRAs: keep it low.",
     ),
     "keyframes": (
         "Keyframes one by one",
-        "Strength in steps, as with ComfyUI's own keyframe nodes: off, then a ramp of four keyframes, then full.",
+        "Strength in steps, as with ComfyUI's own keyframe nodes: off at first, then a ramp of four keyframes.",
     ),
     "floats": (
         "Strength from a list of numbers",
@@ -84,12 +84,13 @@ WORKFLOWS = {
     ),
     "block_weights": (
         "Block weights",
-        "The same LoRA in both halves. On the right it acts with a weight per block of the model, so it slants less.",
+        "The same LoRA in both halves. On the right it acts on the single blocks alone, so the digit slants less. "
+        "In a LoRA of yours this tells you which blocks carry what.",
     ),
     "model_as_lora": (
         "Model as LoRA",
-        "What a whole checkpoint changes compared with the model, used as a LoRA: the left half at strength 1, the "
-        "right half not at all.",
+        "The digits on the left and on the right are drawn by another checkpoint (here the same model, trained to draw "
+        "black on white), the one in the middle by the model itself.",
     ),
 }
 
@@ -204,7 +205,7 @@ class Graph:
                 node["size"] = [WIDTH, self.height(node)]
                 columns[column] = top + node["size"][1] + TITLE + GAP
             width, height = (max(columns) + 1) * (WIDTH + GAP) - GAP, max(columns.values()) - GAP - TITLE
-            box = [left - 20, -TITLE - 60, width + 40, height + TITLE + 80]
+            box = [left - 20, -TITLE - 60, width + 40, height + TITLE + 110]
             groups.append({"id": number + 1, "title": section, "bounding": box, "font_size": 24, "flags": {}})
             left += width + 100
         for order, node_id in enumerate(sorted(self.prompt, key=lambda node_id: self.depth(node_id, self.prompt))):
@@ -230,8 +231,8 @@ class Graph:
         return {
             "id": max(map(int, self.prompt)) + 1,
             "type": "MarkdownNote",
-            "pos": [0, -320],
-            "size": [2 * WIDTH + GAP, 180],
+            "pos": [0, -260],
+            "size": [2 * WIDTH + GAP, 120],
             "flags": {},
             "order": 0,
             "mode": 0,

@@ -58,6 +58,7 @@ def Custom(io_type: str) -> ComfyType:
 Model, Clip, Vae = ComfyType("MODEL"), ComfyType("CLIP"), ComfyType("VAE")
 Conditioning, Latent, Image, Mask = (ComfyType(name) for name in ("CONDITIONING", "LATENT", "IMAGE", "MASK"))
 Hooks, HookKeyframes = ComfyType("HOOKS"), ComfyType("HOOK_KEYFRAMES")
+Curve = ComfyType("CURVE")
 Int, Float, Boolean, String, Combo = (ComfyType(name) for name in ("INT", "FLOAT", "BOOLEAN", "STRING", "COMBO"))
 
 

@@ -243,6 +243,11 @@ def mask_composite(destination: Tensor, source: Tensor, x: int, y: int, operatio
     return out.clamp(0.0, 1.0)
 
 
+@node("CurveEditor", [io.Curve.Input("curve")], [io.Curve.Output("curve")])
+def curve_editor(curve: dict[str, Any]) -> dict[str, Any]:
+    return curve
+
+
 @node(
     "ConditioningCombine",
     [io.Conditioning.Input("conditioning_1"), io.Conditioning.Input("conditioning_2")],

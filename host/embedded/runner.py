@@ -46,7 +46,14 @@ class Runner:
             return None
         inputs = sorted(self.nodes[node_type].define_schema().inputs, key=lambda spec: bool(spec.optional))
         return [
-            field(spec.id, spec.io_type, control=spec.control_after_generate, default=spec.default) for spec in inputs
+            field(
+                spec.id,
+                spec.io_type,
+                socket_only=bool((spec.extra_dict or {}).get("forceInput")),
+                control=spec.control_after_generate,
+                default=spec.default,
+            )
+            for spec in inputs
         ]
 
     def run(self, prompt: Prompt, out_dir: Path, progress: Callable[[int, int], None] | None = None) -> list[Path]:
@@ -187,6 +194,8 @@ def _widget_value(value: Any, spec: io.Input) -> Any:
     if spec.io_type == "COMBO":
         if value not in spec.options:
             raise ValueError(f"{value!r} is not in the list: {', '.join(map(str, spec.options))}")
+        return value
+    if spec.io_type == "CURVE" and isinstance(value, dict):
         return value
     convert = {"INT": int, "FLOAT": float, "STRING": str, "BOOLEAN": bool}.get(spec.io_type)
     if convert is None:
