@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,9 @@ LEVELS = 16
 class ScheduleKeyframes(HookKeyframeGroup):
     """A schedule as keyframes that any sampler of the host can follow: each segment in `LEVELS` steps of progress."""
 
+    percent_to_sigma: Callable[[float], float] | None = None
+    """Of the model that it was last made ready for."""
+
     def __init__(self, schedule: Schedule | None = None) -> None:
         super().__init__()
         schedule = schedule or Schedule((Point(0.0, 1.0),))
@@ -37,13 +40,27 @@ class ScheduleKeyframes(HookKeyframeGroup):
         super().add(keyframe)
         self.schedule = None
 
+    def initialize_timesteps(self, model: Any) -> None:
+        super().initialize_timesteps(model)
+        self.percent_to_sigma = model.model_sampling.percent_to_sigma
+
     def clone(self) -> HookKeyframeGroup:
         if self.schedule is None:
             return super().clone()
         copy = ScheduleKeyframes(self.schedule)
         for mine, its in zip(self.keyframes, copy.keyframes):
             its.start_t = mine.start_t
+        copy.percent_to_sigma = self.percent_to_sigma
         return copy
+
+    def exact_strength(self, sigma: float) -> float | None:
+        """Strength on the curve itself at `sigma`; None where only steps are known."""
+        if self.schedule is None or self.percent_to_sigma is None:
+            return None
+        progress = progress_at(sigma, self.percent_to_sigma)
+        # Samplers' sigmas are float32: a jump at 0.4 must not miss the step whose sigma is 0.6 plus half an ulp.
+        near = [point.progress for point in self.schedule.points if abs(point.progress - progress) < 1e-6]
+        return self.schedule.strength_at(near[0] if near else progress)
 
     def prepare_current_keyframe(self, curr_t: Any, transformer_options: dict[str, Any]) -> bool:
         """Called by the host's own hook path at each model call; True if the strength changed."""
@@ -96,16 +113,50 @@ def current_keyframe(keyframes: Sequence[HookKeyframe], sigma: float) -> HookKey
     return started[-1] if started else keyframes[0]
 
 
-def strength_at(group: HookKeyframeGroup, sigma: float, sample_sigmas: Sequence[float]) -> float:
+def progress_at(sigma: float, percent_to_sigma: Callable[[float], float]) -> float:
+    """The progress (0 .. 1) at which a run has got down to `sigma`: the inverse of a model's `percent_to_sigma`."""
+    # Beyond the ends ComfyUI gives a huge number and 0, so the search stays just inside.
+    low, high = 1e-9, 1 - 1e-9
+    above, below = percent_to_sigma(low) - sigma, percent_to_sigma(high) - sigma
+    if above <= 0:
+        return 0.0
+    if below >= 0:
+        return 1.0
+    # The Illinois method: false position that halves the weight of an end that stays; some eight evaluations.
+    progress, side = 0.0, 0
+    while high - low > 1e-9:
+        before, progress = progress, high - below * (high - low) / (below - above)
+        off = percent_to_sigma(progress) - sigma
+        if off == 0 or abs(progress - before) < 1e-10:
+            break
+        if off > 0:
+            low, above, below, side = progress, off, below / 2 if side > 0 else below, 1
+        else:
+            high, below, above, side = progress, off, above / 2 if side < 0 else above, -1
+    return progress
+
+
+def strength_at_progress(group: HookKeyframeGroup, progress: float) -> float:
+    """Strength of a keyframe group at a progress: the first keyframe's before that one starts, 1 without any."""
+    started = [keyframe for keyframe in group.keyframes if keyframe.start_percent <= progress] or group.keyframes[:1]
+    return float(started[-1].strength) if started else 1.0
+
+
+def strength_at(group: HookKeyframeGroup, sigma: float, sample_sigmas: Sequence[float], stepped: bool = True) -> float:
     """Strength of a keyframe group at `sigma`, given the sigmas of the whole run; 1 when it has no keyframes.
 
+    A schedule's slopes are taken as `LEVELS` steps, or exactly if not `stepped`.
     `guarantee_steps` holds a keyframe back for that many sampler steps (comfy.hooks.HookKeyframeGroup counts model
     calls, which multi-call samplers use up faster); a keyframe from before the run's first sigma guarantees nothing.
     """
     if group.is_empty():
         return 1.0
+    if not stepped and isinstance(group, ScheduleKeyframes):
+        exact = group.exact_strength(sigma)
+        if exact is not None:
+            return exact
     if not any(keyframe.guarantee_steps for keyframe in group.keyframes):
-        return current_keyframe(group.keyframes, sigma).strength
+        return float(current_keyframe(group.keyframes, sigma).strength)
     steps = sorted(set(sample_sigmas) or {sigma}, reverse=True)
     strengths = _strength_per_step(group.keyframes, steps)
     step = bisect_right([-s for s in steps], -sigma) - 1
@@ -125,7 +176,7 @@ def _strength_per_step(keyframes: Sequence[HookKeyframe], sigmas: Sequence[float
                 break
             index, used = index + 1, 0
         used += 1
-        strengths.append(keyframes[index].strength)
+        strengths.append(float(keyframes[index].strength))
     return strengths
 
 

@@ -49,11 +49,12 @@ def timeline(
             rows.append(Row(cond, "no hooks", "", tuple(1.0 if on else None for on in acts)))
             continue
         names, path = describe(options["hooks"])
+        stepped = path != "side path"
         for hook, name in zip(hooks, names):
             # A copy: the sigmas of its keyframes belong to whatever run it is in.
             keyframes = hook.hook_keyframe.clone()
             keyframes.initialize_timesteps(SimpleNamespace(model_sampling=model_sampling))
-            strengths = [hook._strength_model * strength_at(keyframes, sigma, sigmas) for sigma in sigmas]
+            strengths = [hook._strength_model * strength_at(keyframes, sigma, sigmas, stepped) for sigma in sigmas]
             rows.append(Row(cond, name, path, tuple(s if on else None for s, on in zip(strengths, acts))))
     return rows
 

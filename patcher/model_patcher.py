@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .. import host
 from ..errors import HooklineError
 from ..hooks.group import weight_hooks
-from ..hooks.keyframes import strength_at
+from ..hooks.keyframes import strength_at, strength_at_progress
 from ..hooks.lora import LoraMapping, is_for_text_encoder, map_hook, weight_key
 from ..host import CallbacksMP, EnumHookType, EnumWeightTarget, HookGroup, PatcherInjection, WeightHook, WrappersMP
 from . import sampling
@@ -38,6 +38,8 @@ class HookModelPatcher(host.ModelPatcher):
     """Sigma of the current model call and the sigmas of the run."""
     path: str = "auto"
     """What the user asked for: auto, side_path or merged."""
+    progress: float | None = None
+    """Where in the schedule a text encoder encodes now; None: where the host has put the keyframes."""
     isolated: bool = False
     """One set per forward, since rows could not be told apart in this run."""
 
@@ -115,12 +117,26 @@ class HookModelPatcher(host.ModelPatcher):
         sigmas = model_options.get("transformer_options", {}).get("sample_sigmas")
         self.position = (float(t[0]), [] if sigmas is None else sigmas.tolist())
 
-    def strength(self, hook: WeightHook) -> float:
-        """The hook's strength now: its own times its keyframes'."""
-        if self.is_clip:
-            # The host's text encoding sets the current keyframe itself, one per range of the schedule.
-            return hook._strength_clip * hook.strength
-        return hook._strength_model * strength_at(hook.hook_keyframe, *self.position)
+    @contextmanager
+    def encoding_at(self, progress: float) -> Iterator[None]:
+        """While this lasts, a text encoder's hooks have the strengths of that place in the schedule."""
+        self.progress = progress
+        try:
+            yield
+        finally:
+            self.progress = None
+
+    def strength(self, hook: WeightHook, stepped: bool = True) -> float:
+        """The hook's strength now: its own times its keyframes'.
+
+        `stepped`: slopes of a schedule as steps, for what is prepared per strength; else exactly.
+        """
+        if not self.is_clip:
+            return hook._strength_model * strength_at(hook.hook_keyframe, *self.position, stepped=stepped)
+        if self.progress is None:
+            # A CLIP that is not ours sets the current keyframe itself.
+            return hook._strength_clip * float(hook.strength)
+        return hook._strength_clip * strength_at_progress(hook.hook_keyframe, self.progress)
 
     def apply_hooks(
         self, hooks: HookGroup | None, transformer_options: dict[str, Any] | None = None, force_apply: bool = False
@@ -129,6 +145,7 @@ class HookModelPatcher(host.ModelPatcher):
 
         Returns the hooks' transformer options, the prepared set among them.
         """
+        self._undo_stock_hooks()
         options = {} if transformer_options is None else transformer_options
         if hooks is None or self.is_clip:
             return options
@@ -156,9 +173,9 @@ class HookModelPatcher(host.ModelPatcher):
         self._report(active, self.plan(active), len(merged.replacements), merged.bytes)
         return merged
 
-    def active(self, hooks: HookGroup | None) -> list[tuple[KnownHook, float]]:
+    def active(self, hooks: HookGroup | None, stepped: bool = True) -> list[tuple[KnownHook, float]]:
         """The LoRAs of a group that do something on this model now, with their strengths."""
-        found = [(self.known(hook), self.strength(hook)) for hook in weight_hooks(hooks)]
+        found = [(self.known(hook), self.strength(hook, stepped)) for hook in weight_hooks(hooks)]
         return [(known, strength) for known, strength in found if strength != 0 and known.mapping.patches]
 
     def _report(self, active: list[tuple[KnownHook, float]], plan: Plan, layers: int, size: int) -> None:
@@ -243,7 +260,7 @@ class HookModelPatcher(host.ModelPatcher):
 
     def entry(self, hooks: HookGroup | None) -> tuple[int, bool]:
         """-> the number of the group's entry at its present strengths, and whether the side path takes its LoRAs."""
-        active = self.active(hooks)
+        active = self.active(hooks, stepped=False)
         if not active:
             return 0, hooks is not None
         plan = self.plan(active)
@@ -282,9 +299,16 @@ class HookModelPatcher(host.ModelPatcher):
 
     def patch_hooks(self, hooks: HookGroup | None) -> None:
         """Nothing to write: sets are swapped in around a model call or an encoding, and out after it."""
+        self._undo_stock_hooks()
+
+    def _undo_stock_hooks(self) -> None:
+        """The host leaves hooks in a text encoder's weights until another clone of its patcher is loaded."""
+        if self.hook_backup:
+            super().unpatch_hooks()
 
     def unpatch_hooks(self, whitelist_keys_set: set[str] | None = None) -> None:
         self.state.journal.restore()
+        self._undo_stock_hooks()
 
     def clean_hooks(self) -> None:
         """Called by the host after every run, which is no reason to forget prepared sets."""

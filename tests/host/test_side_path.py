@@ -144,7 +144,7 @@ def test_r10_second_run_builds_nothing(lab: Any, monkeypatch: pytest.MonkeyPatch
     hooked, conds = side(lab.model()), regions(lab, [lab.hooks(lab.inverted), lab.hooks(lab.slanted)])
     first = lab.sample(hooked, *conds, size=(8, 16))
     monkeypatch.setattr(model_patcher, "build_side", lambda *_: pytest.fail("built again"))
-    monkeypatch.setattr(model_patcher, "map_lora", lambda *_: pytest.fail("mapped again"))
+    monkeypatch.setattr(model_patcher, "map_hook", lambda *_: pytest.fail("mapped again"))
     assert torch.equal(lab.sample(hooked, *conds, size=(8, 16)), first)
 
 
