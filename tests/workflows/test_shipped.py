@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -248,3 +249,22 @@ def test_no_help_page_is_left_over() -> None:
 def test_readme_lists_every_node_with_its_page() -> None:
     readme = (PACK / "README.md").read_text()
     assert [node_id for node_id in IDS if f"(web/docs/{node_id}.md)" not in readme] == []
+
+
+def test_page_for_people_from_core_lists_all_hook_nodes(lab: Any) -> None:
+    """Ids and names of both sides, and that inputs kept their names; checked against ComfyUI where it is."""
+    page = (PACK / "docs" / "coming_from_core.md").read_text()
+    rows = re.findall(r"^\| (.+?) \| `(\w+)` \| (.+?) \| \[`(\w+)`\]\(\.\./web/docs/\4\.md\) \|$", page, re.MULTILINE)
+    ours = {schema.node_id: schema for schema in (node.define_schema() for node in NODES)}
+    assert all(ours[node_id].display_name == name for _, _, name, node_id in rows)
+    if lab.name == "embedded":
+        return
+    from comfy_extras import nodes_hooks
+
+    assert {core_id: name for name, core_id, _, _ in rows} == nodes_hooks.NODE_DISPLAY_NAME_MAPPINGS
+    for _, core_id, _, node_id in rows:
+        if node_id == "HooklineCombineHooks":
+            continue
+        declared = nodes_hooks.NODE_CLASS_MAPPINGS[core_id].INPUT_TYPES()
+        names = {*declared.get("required", {}), *declared.get("optional", {})}
+        assert names <= {spec.id for spec in ours[node_id].inputs}, node_id
