@@ -153,17 +153,32 @@ CHECKS: dict[str, Callable[[Tensor, list], None]] = {
 }
 
 
-@pytest.mark.parametrize("title", TITLES)
-def test_shows_what_its_title_says(runner: Any, tmp_path: Path, title: str) -> None:
+def run(runner: Any, document: dict[str, Any], name: str, out_dir: Path) -> tuple[Tensor, list]:
+    """-> (the picture, what Hookline reported)."""
     runs: list[dict[str, Any]] = []
     stop = listen(lambda event, data: runs.append(data) if event == "hookline.run" else None)
     try:
-        images = runner.run(workflow(title), tmp_path)
+        images = runner.run(document, out_dir)
     finally:
         stop()
-    name = twin(title)
     (image,) = (path for path in images if path.name.startswith(f"{name}_"))
-    CHECKS[name](picture(image), runs)
+    return picture(image), runs
+
+
+@pytest.mark.parametrize("title", TITLES)
+def test_shows_what_its_title_says(runner: Any, tmp_path: Path, title: str) -> None:
+    name = twin(title)
+    CHECKS[name](*run(runner, workflow(title), name, tmp_path))
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_does_not_show_it_without_the_loras(runner: Any, tmp_path: Path, name: str) -> None:
+    prompt = json.loads((API / f"{name}.json").read_text())
+    for entry in prompt.values():
+        entry["inputs"].update({key: 0.0 for key in entry["inputs"] if key in ("strength_model", "strength_clip")})
+    image, runs = run(runner, prompt, name, tmp_path)
+    with pytest.raises(AssertionError):
+        CHECKS[name](image, runs)
 
 
 def test_prompt_schedule_is_one(runner: Any, tmp_path: Path) -> None:
@@ -171,8 +186,7 @@ def test_prompt_schedule_is_one(runner: Any, tmp_path: Path) -> None:
     prompt = json.loads((API / "prompt_schedule.json").read_text())
     (node,) = (entry for entry in prompt.values() if entry["class_type"] == "HooklineTimestepsRange")
     node["inputs"]["end_percent"] = 0.8
-    image = next(path for path in runner.run(prompt, tmp_path) if path.name.startswith("prompt_schedule_"))
-    assert read_digit(picture(image)) == 1
+    assert read_digit(run(runner, prompt, "prompt_schedule", tmp_path)[0]) == 1
 
 
 def test_every_prompt_has_its_workflow_and_thumbnail() -> None:
