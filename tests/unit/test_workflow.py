@@ -125,6 +125,36 @@ def test_bypassed_nodes_are_followed_through_and_muted_ones_are_not(mode: int, e
     assert ("3" in prompt) == (mode == 0)
 
 
+@pytest.mark.parametrize("slot", [0, 1])
+def test_a_bypassed_nodes_output_prefers_the_input_of_its_place(slot: int) -> None:
+    between = node(
+        3,
+        "Load",
+        "b",
+        mode=4,
+        inputs=[takes("one", "MODEL", 10), takes("two", "MODEL", 11)],
+        outputs=gives("MODEL", "MODEL"),
+    )
+    prompt = convert(
+        node(1, "Load", "a"),
+        node(4, "Load", "a"),
+        between,
+        sample(inputs=[takes("model", "MODEL", 12)]),
+        links=[[10, 1, 0, 3, 0, "MODEL"], [11, 4, 0, 3, 1, "MODEL"], [12, 3, slot, 2, 0, "MODEL"]],
+    )
+    assert prompt["2"]["inputs"]["model"] == [["1", "4"][slot], 0]
+
+
+def test_a_muted_reroute_lets_nothing_through() -> None:
+    prompt = convert(
+        node(1, "Load", "a"),
+        node(3, "Reroute", inputs=[takes("", "*", 10)], outputs=gives("MODEL"), mode=2),
+        sample(inputs=[takes("model", "MODEL", 11)]),
+        links=[[10, 1, 0, 3, 0, "*"], [11, 3, 0, 2, 0, "MODEL"]],
+    )
+    assert "model" not in prompt["2"]["inputs"]
+
+
 def test_a_bypassed_node_without_a_fitting_input_gives_nothing() -> None:
     prompt = convert(
         node(3, "Load", "b", mode=4, inputs=[takes("clip", "CLIP", None)], outputs=gives("MODEL")),
