@@ -181,7 +181,7 @@ class HookModelPatcher(host.ModelPatcher):
     def _report(self, active: list[tuple[KnownHook, float]], plan: Plan, layers: int, size: int) -> None:
         report = self.state.report
         for known, _ in active:
-            report.loras[known.name] = known.mapping.coverage()
+            report.loras[known.name] = known.mapping.describe()
         key = (plan.path, *((known.digest, strength) for known, strength in active))
         report.group(key, [(known.name, strength) for known, strength in active], plan, layers, size)
 
