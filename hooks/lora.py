@@ -149,14 +149,25 @@ class LoraMapping:
         return f"LoRA {name!r}: {self.describe()}"
 
 
+def hook_name(hook: WeightHook) -> str:
+    lora = getattr(hook, "lora", None)
+    return lora.name if lora else "hook"
+
+
 def map_hook(hook: WeightHook, model: nn.Module, target: EnumWeightTarget) -> LoraMapping:
     """Match a weight hook's changes with the parameters of a model.
 
     Raises:
-        HooklineError: its block weights name a block that the model does not have.
+        HooklineError: a tensor is missing or of the wrong form, or its block weights name a block that the model does
+            not have.
     """
     if hook.need_weight_init:
-        mapping = map_lora(hook.weights, model, target)
+        try:
+            mapping = map_lora(hook.weights, model, target)
+        except KeyError as error:
+            raise HooklineError(f"LoRA {hook_name(hook)!r}: tensor {error.args[0]!r} is missing") from error
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise HooklineError(f"LoRA {hook_name(hook)!r} can't be read as one: {_one_line(error)}") from error
     else:
         patches = (hook.weights_clip if target == EnumWeightTarget.Clip else hook.weights) or {}
         parameters = {name for name, _ in model.named_parameters()}
@@ -182,11 +193,24 @@ def map_lora(tensors: dict[str, Tensor], model: nn.Module, target: EnumWeightTar
     parameters = {name for name, _ in model.named_parameters()}
     loaded = host.load_lora(tensors, key_map)
     patches = {key: patch for key, patch in loaded.items() if weight_key(key) in parameters}
+    patches |= _sliced_biases(tensors, key_map, parameters)
     named = {layer_name(name) for name in tensors}
     reached = {layer for layer in named if layer in key_map and _is_patched(key_map[layer], patches)}
     # The other part of a LoRA for both is not missed here.
     layers = reached | {name for name in named if is_for_text_encoder(name) == (target == EnumWeightTarget.Clip)}
     return LoraMapping(patches, len(reached), len(layers), sorted(layers - reached))
+
+
+def _sliced_biases(tensors: dict[str, Tensor], key_map: dict[str, Any], parameters: set[str]) -> dict[Any, Any]:
+    """Bias differences of a part of a fused layer (q, k or v), which ComfyUI's loader loses."""
+    patches = {}
+    for name, tensor in tensors.items():
+        target = key_map.get(name.removesuffix(".diff_b"))
+        if name.endswith(".diff_b") and isinstance(target, tuple) and target[1][0] == 0 and len(target) == 2:
+            bias = target[0].removesuffix("weight") + "bias"
+            if bias in parameters:
+                patches[(bias, target[1])] = ("diff", (tensor,))
+    return patches
 
 
 def weight_key(patch_key: Any) -> str:
@@ -195,7 +219,8 @@ def weight_key(patch_key: Any) -> str:
 
 
 def _is_patched(key: Any, patches: dict[Any, Any]) -> bool:
-    return key in patches or (isinstance(key, str) and key.removesuffix("weight") + "bias" in patches)
+    bias = weight_key(key).removesuffix("weight") + "bias"
+    return key in patches or (bias if isinstance(key, str) else (bias, *key[1:])) in patches
 
 
 _KINDS = {"lora": "LoRA", "loha": "LoHa", "lokr": "LoKr", "glora": "GLoRA", "oft": "OFT", "boft": "BOFT"}
