@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 import re
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from .. import host
 from ..errors import HooklineError
 from ..host import EnumWeightTarget, HookGroup, WeightHook
-from .blocks import BlockWeights, block_factors
+from .blocks import BlockWeights, block_factors, block_of, short_name
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,22 +133,41 @@ class LoraMapping:
     def factor(self, patch_key: Any) -> float:
         return self.factors.get(weight_key(patch_key), 1.0)
 
-    def coverage(self) -> str:
-        return f"{self.matched} of {self.total} layers matched"
+    def describe(self) -> str:
+        """`24 of 26 layers matched (LoRA; double 18, single 6); not matched: ...`, for reports."""
+        text = f"{self.matched} of {self.total} layers matched"
+        if self.patches:
+            kinds = Counter(_kind(patch) for patch in self.patches.values())
+            groups = Counter(short_name(block_of(weight_key(key))[0]) for key in self.patches)
+            counted = ", ".join(f"{group} {count}" for group, count in sorted(groups.items()))
+            text += f" ({' and '.join(sorted(kinds))}; {counted})"
+        if self.unmatched:
+            text += f"; not matched: {', '.join(self.unmatched[:3])}{' ...' if self.unmatched[3:] else ''}"
+        return text
 
     def summary(self, name: str) -> str:
-        some = f"; not matched: {', '.join(self.unmatched[:3])}{' ...' if len(self.unmatched) > 3 else ''}"
-        return f"LoRA {name!r}: {self.coverage()}{some if self.unmatched else ''}"
+        return f"LoRA {name!r}: {self.describe()}"
+
+
+def hook_name(hook: WeightHook) -> str:
+    lora = getattr(hook, "lora", None)
+    return lora.name if lora else "hook"
 
 
 def map_hook(hook: WeightHook, model: nn.Module, target: EnumWeightTarget) -> LoraMapping:
     """Match a weight hook's changes with the parameters of a model.
 
     Raises:
-        HooklineError: its block weights name a block that the model does not have.
+        HooklineError: a tensor is missing or of the wrong form, or its block weights name a block that the model does
+            not have.
     """
     if hook.need_weight_init:
-        mapping = map_lora(hook.weights, model, target)
+        try:
+            mapping = map_lora(hook.weights, model, target)
+        except KeyError as error:
+            raise HooklineError(f"LoRA {hook_name(hook)!r}: tensor {error.args[0]!r} is missing") from error
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise HooklineError(f"LoRA {hook_name(hook)!r} can't be read as one: {_one_line(error)}") from error
     else:
         patches = (hook.weights_clip if target == EnumWeightTarget.Clip else hook.weights) or {}
         parameters = {name for name, _ in model.named_parameters()}
@@ -165,16 +185,32 @@ def map_hook(hook: WeightHook, model: nn.Module, target: EnumWeightTarget) -> Lo
 def map_lora(tensors: dict[str, Tensor], model: nn.Module, target: EnumWeightTarget) -> LoraMapping:
     """Match a LoRA's tensors with the parameters of a diffusion model or text encoder.
 
-    The loader's format conversions are included; a patch whose weight the model lacks counts as unmatched.
+    The loader's format conversions are included; a patch whose weight the model lacks counts as unmatched. Of a LoRA
+    for both a diffusion model and a text encoder, only the layers for this `target` are counted.
     """
     key_map = host.clip_key_map(model) if target == EnumWeightTarget.Clip else host.model_key_map(model)
     tensors = host.convert_lora(tensors)
     parameters = {name for name, _ in model.named_parameters()}
     loaded = host.load_lora(tensors, key_map)
     patches = {key: patch for key, patch in loaded.items() if weight_key(key) in parameters}
-    layers = {layer_name(name) for name in tensors}
-    reached = {layer for layer in layers if layer in key_map and _is_patched(key_map[layer], patches)}
+    patches |= _sliced_biases(tensors, key_map, parameters)
+    named = {layer_name(name) for name in tensors}
+    reached = {layer for layer in named if layer in key_map and _is_patched(key_map[layer], patches)}
+    # The other part of a LoRA for both is not missed here.
+    layers = reached | {name for name in named if is_for_text_encoder(name) == (target == EnumWeightTarget.Clip)}
     return LoraMapping(patches, len(reached), len(layers), sorted(layers - reached))
+
+
+def _sliced_biases(tensors: dict[str, Tensor], key_map: dict[str, Any], parameters: set[str]) -> dict[Any, Any]:
+    """Bias differences of a part of a fused layer (q, k or v), which ComfyUI's loader loses."""
+    patches = {}
+    for name, tensor in tensors.items():
+        target = key_map.get(name.removesuffix(".diff_b"))
+        if name.endswith(".diff_b") and isinstance(target, tuple) and target[1][0] == 0 and len(target) == 2:
+            bias = target[0].removesuffix("weight") + "bias"
+            if bias in parameters:
+                patches[(bias, target[1])] = ("diff", (tensor,))
+    return patches
 
 
 def weight_key(patch_key: Any) -> str:
@@ -183,7 +219,19 @@ def weight_key(patch_key: Any) -> str:
 
 
 def _is_patched(key: Any, patches: dict[Any, Any]) -> bool:
-    return key in patches or (isinstance(key, str) and key.removesuffix("weight") + "bias" in patches)
+    bias = weight_key(key).removesuffix("weight") + "bias"
+    return key in patches or (bias if isinstance(key, str) else (bias, *key[1:])) in patches
+
+
+_KINDS = {"lora": "LoRA", "loha": "LoHa", "lokr": "LoKr", "glora": "GLoRA", "oft": "OFT", "boft": "BOFT"}
+_TUPLE_KINDS = {"diff": "difference", "set": "replacement", "model_as_lora": "difference to another model"}
+
+
+def _kind(patch: Any) -> str:
+    if isinstance(patch, tuple):
+        return _TUPLE_KINDS.get(patch[0], str(patch[0]))
+    name = getattr(patch, "name", type(patch).__name__)
+    return _KINDS.get(name, name)
 
 
 _PART = re.compile(

@@ -16,12 +16,16 @@ def inject(patcher: Any) -> None:
         with patcher.state.journal.swapped_in(patcher.merged_set(patcher.forced_hooks)):
             return encode(*args, **kwargs)
 
-    encode_token_weights.hookline = True
+    # What another pack had put there, if anything.
+    encode_token_weights.hookline_replaced = model.__dict__.get("encode_token_weights")
     model.encode_token_weights = encode_token_weights
 
 
 def eject(patcher: Any) -> None:
     """Called by the host before it loads, unloads, moves or lists weights: it must find the base ones."""
     patcher.state.journal.restore()
-    if getattr(patcher.model.__dict__.get("encode_token_weights"), "hookline", False):
+    ours = patcher.model.__dict__.get("encode_token_weights")
+    if hasattr(ours, "hookline_replaced"):
         del patcher.model.encode_token_weights
+        if ours.hookline_replaced is not None:
+            patcher.model.encode_token_weights = ours.hookline_replaced

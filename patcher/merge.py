@@ -77,6 +77,9 @@ def _replacement(patcher: host.ModelPatcher, key: str, patches: list[Patch]) -> 
 
 def _merge(module: nn.Module, name: str, base: Tensor, patches: list[Patch], key: str) -> Tensor:
     """`base` with the patches, in its own format: float32 maths, rounded once, the seed that the stock loader uses."""
+    if not (base.is_floating_point() or isinstance(base, host.QuantizedTensor)):
+        kind = type(base.data).__name__
+        raise HooklineError(f"{key}: its weight is packed as {kind} of {base.dtype}, which can't be merged into")
     weight = base.to(torch.float32, copy=True)
     convert = getattr(module, f"convert_{name}", None)
     if convert is not None:

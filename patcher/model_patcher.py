@@ -15,7 +15,7 @@ from .. import host
 from ..errors import HooklineError
 from ..hooks.group import weight_hooks
 from ..hooks.keyframes import strength_at, strength_at_progress
-from ..hooks.lora import LoraMapping, is_for_text_encoder, map_hook, weight_key
+from ..hooks.lora import LoraMapping, hook_name, is_for_text_encoder, map_hook, weight_key
 from ..host import CallbacksMP, EnumHookType, EnumWeightTarget, HookGroup, PatcherInjection, WeightHook, WrappersMP
 from . import sampling
 from .adapters import NotAdditive
@@ -25,7 +25,7 @@ from .merge import build as build_merged
 from .plan import Plan
 from .side_path import Entry
 from .side_path import build as build_side
-from .state import KnownHook, ModelState, hook_name
+from .state import KnownHook, ModelState
 
 KEY = "hookline"
 """Our key in wrapper, callback and injection registries."""
@@ -181,7 +181,7 @@ class HookModelPatcher(host.ModelPatcher):
     def _report(self, active: list[tuple[KnownHook, float]], plan: Plan, layers: int, size: int) -> None:
         report = self.state.report
         for known, _ in active:
-            report.loras[known.name] = known.mapping.coverage()
+            report.loras[known.name] = known.mapping.describe()
         key = (plan.path, *((known.digest, strength) for known, strength in active))
         report.group(key, [(known.name, strength) for known, strength in active], plan, layers, size)
 
@@ -195,6 +195,8 @@ class HookModelPatcher(host.ModelPatcher):
         state.begin_run()
         groups = {id(c["hooks"]): c["hooks"] for side in conds.values() for c in side if c.get("hooks") is not None}
         known = [[self.known(hook) for hook in weight_hooks(group)] for group in groups.values()]
+        if not any(known):
+            state.report.note("no conditioning of this run carries hooks, so there was nothing to do")
         plans = [self.plan([(k, 1.0) for k in group if k.mapping.patches]) for group in known]
         self._load_with_model([plan.side_set for plan in plans if plan.side_set is not None])
         paths = {weight_key(key).rpartition(".")[0] for group in known for k in group for key in k.mapping.patches}
@@ -336,6 +338,9 @@ def _by_weight(active: list[tuple[KnownHook, float]]) -> dict[str, list[Patch]]:
         for key, patch in known.mapping.patches.items():
             offset, function = (None, None) if isinstance(key, str) else (key[1], key[2] if len(key) > 2 else None)
             scaled = strength * known.mapping.factor(key)
+            if isinstance(patch, tuple) and patch[0] == "set" and scaled != 1:
+                # A replacement knows no strength; the difference to it does.
+                patch = ("model_as_lora", patch[1])
             patches.setdefault(weight_key(key), []).append((scaled, patch, 1.0, offset, function))
     return patches
 

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from .. import host
-from ..hooks.lora import LoraMapping, content_digest
+from ..hooks.lora import LoraMapping, content_digest, hook_name
 from ..host import WeightHook
 from .cache import GroupCache
 from .merge import Journal
@@ -57,11 +57,6 @@ class KnownHook:
         self.mapping = mapping
         # Patches that did not come from tensors we can read are equal to nothing but themselves.
         self.digest = _digest_of(hook)
-
-
-def hook_name(hook: WeightHook) -> str:
-    lora = getattr(hook, "lora", None)
-    return lora.name if lora else "hook"
 
 
 def _digest_of(hook: WeightHook) -> Any:

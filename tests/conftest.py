@@ -136,6 +136,10 @@ class Lab:
         return Runner()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-api", action="store_true", help="write the nodes' interface to its file again")
+
+
 @pytest.fixture(scope="session")
 def lab() -> Lab:
     return Lab()

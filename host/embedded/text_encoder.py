@@ -35,11 +35,11 @@ class CLIP:
     def encode_from_tokens(
         self, tokens: dict[str, list], return_pooled: bool = False, return_dict: bool = False
     ) -> Any:
-        """Tokens -> context [1, words, dim]; with it the pooled [1, dim], or a dict of both and the hooks."""
+        """Tokens -> context [1, words, dim]; with it the pooled [1, dim], or a dict of all outputs and the hooks."""
         self.load_model(tokens)
-        context, pooled = self.cond_stage_model.encode_token_weights(tokens)[:2]
+        context, pooled, *others = self.cond_stage_model.encode_token_weights(tokens)
         if return_dict:
-            return self.add_hooks_to_dict({"cond": context, "pooled_output": pooled})
+            return self.add_hooks_to_dict({"cond": context, "pooled_output": pooled, **(others[0] if others else {})})
         return (context, pooled) if return_pooled else context
 
     def encode_from_tokens_scheduled(

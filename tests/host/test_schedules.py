@@ -94,7 +94,7 @@ def test_r91_interpolated_strengths_at_each_step(lab: Any) -> None:
     assert strengths(trace) == [(step / 8) ** 2 for step in range(8)]
 
 
-def test_s8_second_run_starting_where_the_first_ended(lab: Any) -> None:
+def test_c14_s8_second_run_starting_where_the_first_ended(lab: Any) -> None:
     hooks = scheduled(lab, lab.inverted, "0: 0.1, 0.75: 0.9 hold")
     hooked, trace = traced(lab, hooks)
     conds = lab.cond(1, hooks=hooks), lab.cond(2)

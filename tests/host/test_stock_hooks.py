@@ -65,7 +65,7 @@ def test_stock_keyframes_equal_the_hosts_own_path(lab: Any) -> None:
     assert torch.equal(lab.sample(merged(model), *conds(), steps=6), expected)
 
 
-def test_r89_formats_that_the_loader_renames(lab: Any) -> None:
+def test_s5_r89_formats_that_the_loader_renames(lab: Any) -> None:
     """Flux control LoRAs in their makers' names: the loader converts them, core's hook path does not."""
     if lab.name == "embedded":
         pytest.skip("the embedded loader knows no renaming formats")

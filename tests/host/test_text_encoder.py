@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from hookline import host
+from hookline.errors import HooklineError
 from hookline.hooks.group import with_keyframes
 from hookline.hooks.keyframes import ScheduleKeyframes
 from hookline.hooks.schedule import parse
+from hookline.patcher.text_encoder import MOST_ENCODINGS
 
 
 @pytest.fixture
@@ -116,3 +118,160 @@ def test_lora_loaded_on_top_of_hooks_keeps_both(lab: Any, clip: Any) -> None:
     both = stock(lab, set_hooks(lab, clip, lab.hooks(lab.bold_next, 0.0, 0.25)), 0.5)
     once = stock(lab, stock(lab, clip, 0.5), 0.25)
     assert torch.equal(encode(both)[0][0], encode(once)[0][0])
+
+
+class Counted:
+    """How often a text encoder has encoded."""
+
+    def __init__(self, clip: Any) -> None:
+        self.count = 0
+        clip.cond_stage_model.register_forward_pre_hook(self.note)
+
+    def note(self, *_: Any) -> None:
+        self.count += 1
+
+    def since(self) -> int:
+        count, self.count = self.count, 0
+        return count
+
+
+def test_r82_a_strength_that_comes_back_is_encoded_once(lab: Any, clip: Any) -> None:
+    text = "0: 1, 0.3: 0.5 hold, 0.6: 1 hold, 0.8: 0.5 hold"
+    hooks = with_keyframes(lab.hooks(lab.bold_next, 0.0, 1.0), ScheduleKeyframes(parse(text)))
+    hooked, calls = set_hooks(lab, clip, hooks, schedule_clip=True), Counted(clip)
+    entries = encode(hooked)
+    assert calls.since() == 2 and len(entries) == 4
+    assert torch.equal(entries[0][0], entries[2][0]) and not torch.equal(entries[0][0], entries[1][0])
+
+
+def test_r83_encodings_are_remembered_by_text_set_and_strength(lab: Any, clip: Any) -> None:
+    hooked, calls = set_hooks(lab, clip, lab.hooks(lab.bold_next, 0.0, 1.0)), Counted(clip)
+    first = encode(hooked)
+    assert calls.since() == 1
+    again = encode(hooked)
+    assert calls.since() == 0 and torch.equal(again[0][0], first[0][0])
+    again[0][1]["pooled_output"] = None
+    assert encode(hooked)[0][1]["pooled_output"] is not None, "one caller's changes reach another"
+    assert not torch.equal(encode(hooked, "digit one")[0][0], first[0][0]) and calls.since() == 1
+    other = set_hooks(lab, clip, lab.hooks(lab.bold_next, 0.0, 0.5))
+    assert not torch.equal(encode(other)[0][0], first[0][0])
+    hooked.add_patches({"embedding.weight": ("diff", (torch.ones(12, 64),))}, 1.0)
+    assert not torch.equal(encode(hooked)[0][0], first[0][0]), "a LoRA loaded meanwhile is not forgotten"
+
+
+def test_encodings_that_are_remembered_are_few(lab: Any, clip: Any) -> None:
+    hooked = set_hooks(lab, clip, lab.hooks(lab.bold_next, 0.0, 1.0))
+    for number in range(40):
+        encode_tokens(hooked, number)
+    assert len(hooked.remembered) == MOST_ENCODINGS
+
+
+def encode_tokens(clip: Any, number: int) -> Any:
+    return clip.encode_from_tokens({"tiny": [[(number % 12, 1.0), (number // 12, 1.0)]]})
+
+
+def test_all_outputs_of_the_text_encoder_are_kept(lab: Any, clip: Any) -> None:
+    """Attention masks, say, which core drops as soon as the text encoder follows a schedule."""
+    encoder = clip.cond_stage_model
+    plain = encoder.encode_token_weights
+    encoder.encode_token_weights = lambda tokens: (*plain(tokens)[:2], {"attention_mask": torch.ones(1, 2)})
+    hooks = with_keyframes(lab.hooks(lab.bold_next, 0.0, 1.0), ScheduleKeyframes(parse("0: 1, 0.5: 0.5 hold")))
+    for schedule in (False, True):
+        entries = encode(set_hooks(lab, clip, hooks, schedule_clip=schedule))
+        assert len(entries) == 1 + schedule
+        assert all(options["attention_mask"].shape == (1, 2) for _, options in entries)
+    del encoder.encode_token_weights
+
+
+def test_every_way_of_calling_gives_the_hooked_encoding(lab: Any, clip: Any) -> None:
+    """Third-party encoders ask for a dictionary; older nodes for pooled or not."""
+    hooks = lab.hooks(lab.bold_next, 1.0, 1.0)
+    hooked, tokens = set_hooks(lab, clip, hooks, apply_to_conds=True), clip.tokenize("digit seven")
+    expected, pooled = stock(lab, clip, 1.0).encode_from_tokens(tokens, return_pooled=True)
+    assert torch.equal(hooked.encode_from_tokens(tokens), expected)
+    assert torch.equal(hooked.encode("digit seven"), expected)
+    assert torch.equal(hooked.encode_from_tokens(tokens, return_pooled=True)[1], pooled)
+    out = hooked.encode_from_tokens(tokens, return_pooled=True, return_dict=True)
+    assert torch.equal(out["cond"], expected) and torch.equal(out["pooled_output"], pooled) and out["hooks"] is hooks
+    ((context, options),) = hooked.encode_from_tokens_scheduled(tokens, add_dict={"width": 512})
+    assert torch.equal(context, expected) and options["width"] == 512 and "cond" not in options
+
+
+def test_a_clone_goes_on_encoding_with_hooks(lab: Any, clip: Any) -> None:
+    """CLIP Set Last Layer and the like work on clones."""
+    hooked = set_hooks(lab, clip, lab.hooks(lab.bold_next, 0.0, 1.0))
+    copy = hooked.clone()
+    assert type(copy) is type(hooked) and not copy.remembered
+    assert torch.equal(encode(copy)[0][0], encode(hooked)[0][0])
+    assert torch.equal(encode(clip)[0][0], encode(lab.tiny()[1])[0][0])
+
+
+def test_c56_encoding_moves_no_keyframes(lab: Any, clip: Any) -> None:
+    hooks = with_keyframes(lab.hooks(lab.bold_next, 0.0, 1.0), ScheduleKeyframes(parse("0: 1, 0.5: 0.5 hold")))
+    hooked = set_hooks(lab, clip, hooks, schedule_clip=True)
+    frames = hooked.patcher.forced_hooks.hooks[0].hook_keyframe
+    before = frames._current_keyframe
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = clip.cond_stage_model.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        encode(hooked)
+    handle.remove()
+    assert frames._current_keyframe is before and hooked.patcher.progress is None
+    assert len(encode(hooked)) == 2 and frames._current_keyframe is before
+
+
+def test_c57_at_text_encoder_strength_zero_no_weight_is_computed_or_swapped(lab: Any, clip: Any) -> None:
+    hooked = set_hooks(lab, clip, lab.hooks(lab.bold_next, 1.0, 0.0))
+    hooked.load_model()
+    parameters = dict(clip.cond_stage_model.named_parameters())
+    seen = []
+    clip.cond_stage_model.register_forward_pre_hook(
+        lambda module, _: seen.append(all(p is parameters[n] for n, p in module.named_parameters()))
+    )
+    assert torch.equal(encode(hooked)[0][0], encode(clip)[0][0])
+    assert seen[0] and hooked.patcher.state.report.weights_computed == 0
+
+
+@pytest.mark.parametrize("schedule", [False, True])
+def test_r80_a_hook_without_text_encoder_weights_is_one_encoding(lab: Any, clip: Any, schedule: bool) -> None:
+    hooks = with_keyframes(lab.hooks(lab.inverted, 1.0, 1.0), ScheduleKeyframes(parse("0: 0, 1: 1")))
+    hooked, calls = set_hooks(lab, clip, hooks, schedule_clip=schedule, apply_to_conds=True), Counted(clip)
+    ((context, options),) = encode(hooked)
+    assert calls.since() == 1 and options["hooks"] is hooks
+    assert torch.equal(context, encode(clip)[0][0])
+
+
+def test_r84_weights_of_one_for_all_blocks_are_the_plain_lora(lab: Any, clip: Any) -> None:
+    """Its text-encoder part included, which block weights leave alone."""
+    inputs = {"lora_name": lab.bold_next, "strength_model": 1.0, "strength_clip": 1.0}
+    (plain,) = lab.node("HooklineCreateLora", **inputs)
+    expected = encode(set_hooks(lab, clip, plain))[0][0]
+    for text in ("all=1", "double=0, single=0.5"):
+        (weighted,) = lab.node("HooklineCreateLora", **inputs, block_weights=text)
+        assert torch.equal(encode(set_hooks(lab, clip, weighted))[0][0], expected)
+
+
+class Packed(torch.Tensor):
+    """As GGUF loaders have it: bytes that claim the shape of what they stand for."""
+
+    @staticmethod
+    def __new__(cls, weight: torch.Tensor) -> Packed:
+        return torch.Tensor._make_subclass(cls, weight.half().view(torch.uint8), False)
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size([*super().shape[:-1], super().shape[-1] // 2])
+
+
+def test_r22_packed_weights_of_another_pack_are_refused_in_words(lab: Any, clip: Any) -> None:
+    encoder = clip.cond_stage_model
+    name = next(iter(host.load_lora(lab.lora_tensors(lab.bold_next), host.clip_key_map(encoder))))
+    path, _, leaf = name.rpartition(".")
+    owner = encoder.get_submodule(path)
+    owner._parameters[leaf] = torch.nn.Parameter(Packed(owner._parameters[leaf].detach()), requires_grad=False)
+    hooked = set_hooks(lab, clip, lab.hooks(lab.bold_next, 0.0, 1.0))
+    with pytest.raises(HooklineError, match=rf"{name}.*packed as Packed of torch.uint8"):
+        encode(hooked)

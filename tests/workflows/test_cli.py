@@ -42,7 +42,7 @@ def test_writes_picture_and_report(lab: Any, tmp_path: Path) -> None:
     assert loras == [lab.inverted, lab.slanted]
     assert all(group["path"] and group["reason"] and group["layers"] == 26 for group in sampling["groups"])
     assert sampling["ms_per_step"] > 0 and sampling["bytes_cached"] > 0
-    assert sampling["loras"] == dict.fromkeys(loras, "26 of 26 layers matched")
+    assert sampling["loras"] == dict.fromkeys(loras, "26 of 26 layers matched (LoRA; double 20, single 6)")
 
 
 def test_runs_a_workflow_by_its_title_with_changed_inputs(lab: Any, tmp_path: Path, capsys: Any) -> None:

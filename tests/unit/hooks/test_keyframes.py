@@ -7,7 +7,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hookline.hooks.keyframes import LEVELS, ScheduleKeyframes, steps_of, strength_at
+from hookline.hooks.keyframes import (
+    INTERPOLATIONS,
+    LEVELS,
+    ScheduleKeyframes,
+    interpolated,
+    progress_at,
+    spread_keyframes,
+    steps_of,
+    strength_at,
+    strength_at_progress,
+)
 from hookline.hooks.schedule import parse
 from hookline.host import HookKeyframe, HookKeyframeGroup
 
@@ -110,3 +120,90 @@ def test_clone_keeps_schedule_and_sigmas() -> None:
     copy = group.clone()
     assert copy.schedule == group.schedule
     assert [k.start_t for k in copy.keyframes] == [k.start_t for k in group.keyframes]
+
+
+def edm(percent: float) -> float:
+    """A table like Stable Diffusion's: sigma falls exponentially, and jumps at both ends as ComfyUI's does."""
+    return 999999999.9 if percent <= 0 else 0.0 if percent >= 1 else 0.03 * (14.6 / 0.03) ** ((1 - percent) ** 1.5)
+
+
+def shifted(percent: float) -> float:
+    """A flow model with shift 3."""
+    return 3 * (1 - percent) / (1 + 2 * (1 - percent))
+
+
+@pytest.mark.parametrize("model", [edm, shifted, lambda p: 1.0 - p])
+def test_progress_is_the_inverse_of_the_models_sigma(model) -> None:
+    calls = []
+
+    def counted(percent: float) -> float:
+        calls.append(percent)
+        return model(percent)
+
+    for percent in (1e-6, 0.001, 0.1, 0.25, 0.5, 0.77, 0.9, 0.999):
+        assert progress_at(model(percent), counted) == pytest.approx(percent, abs=2e-8)
+    # It asks the model, whose tables may be on a device, a dozen times or so.
+    assert len(calls) / 8 < 20
+    assert progress_at(1e9, model) == 0.0 and progress_at(0.0, model) == 1.0
+
+
+def test_slopes_are_exact_where_asked_for_and_steps_elsewhere() -> None:
+    group = schedule("0: 0, 1: 1")
+    run = sigmas(40)
+    exact = [strength_at(group, sigma, run, stepped=False) for sigma in run[:-1]]
+    assert exact == pytest.approx([i / 40 for i in range(40)], abs=1e-6)
+    assert len({strength_at(group, sigma, run) for sigma in run[:-1]}) == LEVELS
+    assert schedule("0: 0, 1: 1").clone().schedule == group.schedule
+    assert strength_at(group.clone(), 0.59, run, stepped=False) == pytest.approx(0.41, abs=1e-6)
+
+
+def test_jumps_are_met_by_the_step_at_the_point() -> None:
+    group = schedule("0: 0, 0.7: 1 hold")
+    third = torch.tensor(0.3).item()  # a little more than 0.3
+    assert [strength_at(group, sigma, [], stepped=False) for sigma in (0.301, third, 0.3, 0.2)] == [0, 1, 1, 1]
+
+
+def test_keyframes_added_to_a_schedule_are_keyframes_like_any_other() -> None:
+    """Core's keyframe nodes do that: clone, then add."""
+    group = schedule("0: 0.2, 0.5: 0.4 hold").clone()
+    group.add(HookKeyframe(0.9, 0.75, 0))
+    copy = group.clone()
+    copy.initialize_timesteps(FLOW)
+    for stepped in (True, False):
+        assert [strength_at(copy, s, sigmas(4), stepped) for s in (1.0, 0.5, 0.25)] == [0.2, 0.4, 0.9]
+
+
+def test_tensor_strengths_become_numbers() -> None:
+    """Core's interpolated keyframes hold tensors, which are equal to no other one in a cache's key."""
+    group = keyframes((torch.tensor(0.5), 0.0, 0), (torch.tensor(0.25), 0.5, 1))
+    assert [type(strength_at(group, sigma, sigmas(4))) for sigma in (1.0, 0.25)] == [float, float]
+
+
+def test_r91_interpolated_numbers() -> None:
+    table = {
+        "linear": [0, 0.25, 0.5, 0.75, 1],
+        "ease_in": [0, 0.0625, 0.25, 0.5625, 1],
+        "ease_out": [0, 0.4375, 0.75, 0.9375, 1],
+        "ease_in_out": [0, 0.1464466, 0.5, 0.8535534, 1],
+    }
+    assert set(table) == set(INTERPOLATIONS)
+    for method, expected in table.items():
+        assert interpolated(0.0, 1.0, 5, method) == pytest.approx(expected, abs=1e-6)
+        assert interpolated(2.0, 1.0, 5, method) == pytest.approx([2 - value for value in expected], abs=1e-6)
+
+
+def test_spread_keyframes_add_to_the_previous_ones() -> None:
+    group = spread_keyframes([0.1, 0.2, 0.3], 0.5, 1.0, keyframes((0.9, 0.0, 1)))
+    assert [(k.start_percent, k.strength, k.guarantee_steps) for k in group.keyframes] == [
+        (0.0, 0.9, 1),
+        (0.5, 0.1, 1),
+        (0.75, 0.2, 0),
+        (1.0, 0.3, 0),
+    ]
+    assert len(spread_keyframes([0.5], 0.2, 0.9).keyframes) == 1
+
+
+def test_c13_text_encoders_hold_the_first_value_too() -> None:
+    group = schedule("0.5: 0.7, 0.8: 0.2 hold")
+    assert [strength_at_progress(group, p) for p in (0.0, 0.49, 0.5, 0.8, 1.0)] == [0.7, 0.7, 0.7, 0.2, 0.2]
+    assert strength_at_progress(HookKeyframeGroup(), 0.3) == 1.0

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from hookline import host
 from hookline.errors import HooklineError
-from hookline.hooks.lora import content_digest, layer_name, lora_hook, map_lora, read_lora
+from hookline.hooks.lora import LoraMapping, content_digest, layer_name, lora_hook, map_lora, read_lora
 from hookline.host import EnumWeightTarget
 
 
@@ -109,7 +109,7 @@ def test_mapping_reports_matched_and_unmatched() -> None:
     mapping = map_lora(tensors, model, EnumWeightTarget.Model)
     assert (mapping.matched, mapping.total, mapping.unmatched) == (1, 2, ["diffusion_model.gone"])
     assert mapping.patches.keys() == {"diffusion_model.a.weight"}
-    assert mapping.summary("x") == "LoRA 'x': 1 of 2 layers matched; not matched: diffusion_model.gone"
+    assert mapping.summary("x") == "LoRA 'x': 1 of 2 layers matched (LoRA; a 1); not matched: diffusion_model.gone"
 
 
 @pytest.mark.parametrize(
@@ -121,3 +121,20 @@ def test_mapping_reports_matched_and_unmatched() -> None:
 )
 def test_layer_names(name: str) -> None:
     assert layer_name(name) == "l"
+
+
+def test_r104_the_report_counts_the_part_that_was_asked_for() -> None:
+    """A LoRA for both: what is for the text encoder is not missing in the diffusion model."""
+    model = torch.nn.ModuleDict({"diffusion_model": torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4)})})
+    tensors = good() | {f"lora_te_text_model_layer.{part}": torch.ones(2, 2) for part in ("lora_up.weight", "alpha")}
+    mapping = map_lora(tensors, model, EnumWeightTarget.Model)
+    assert mapping.describe() == "1 of 1 layers matched (LoRA; a 1)"
+
+
+def test_the_report_names_format_and_groups_and_a_few_of_the_unmatched() -> None:
+    patches = {f"diffusion_model.double_blocks.{i}.x.weight": ("diff", (torch.ones(1),)) for i in range(2)}
+    patches["diffusion_model.img_in.weight"] = ("set", (torch.ones(1),))
+    mapping = LoraMapping(patches, 3, 8, ["a", "b", "c", "d", "e"])
+    assert mapping.describe() == (
+        "3 of 8 layers matched (difference and replacement; double 2, img_in 1); not matched: a, b, c ..."
+    )
