@@ -10,32 +10,28 @@ import aiohttp
 
 
 async def main(prompt: str, server: str = "127.0.0.1:8188", folder: str = ".") -> None:
-    client, images = uuid.uuid4().hex, []
-    async with aiohttp.ClientSession(f"http://{server}") as http, http.ws_connect(f"/ws?clientId={client}") as events:
-        async with http.post(
-            "/prompt", json={"prompt": json.loads(Path(prompt).read_text()), "client_id": client}
-        ) as r:
-            queued = await r.json()
+    body = {"prompt": json.loads(Path(prompt).read_text()), "client_id": uuid.uuid4().hex}
+    socket = f"/ws?clientId={body['client_id']}"
+    async with aiohttp.ClientSession(f"http://{server}") as http, http.ws_connect(socket) as events:
+        queued = await (await http.post("/prompt", json=body)).json()
         if "prompt_id" not in queued:
-            raise SystemExit(json.dumps(queued, indent=2))
+            sys.exit(json.dumps(queued, indent=2))
         async for message in events:
-            if message.type != aiohttp.WSMsgType.TEXT:
-                continue  # a preview picture
-            event, data = (message.json()[key] for key in ("type", "data"))
-            if data.get("prompt_id") != queued["prompt_id"]:
-                continue
-            if event == "progress":
+            # Binary messages are previews.
+            event = message.json() if message.type == aiohttp.WSMsgType.TEXT else {"type": "preview", "data": {}}
+            kind, data = event["type"], event["data"]
+            if kind == "progress":
                 print(f"\rstep {data['value']} of {data['max']}", end="", flush=True)
-            elif event == "executed":
-                images += data["output"].get("images", [])
-            elif event == "execution_error":
-                raise SystemExit(f"\n{data['node_type']}: {data['exception_message']}")
-            elif event == "execution_success":
+            elif kind in ("execution_error", "execution_interrupted"):
+                sys.exit(f"\n{data['node_type']}: {data.get('exception_message', 'interrupted')}")
+            elif kind == "executing" and data["node"] is None:
                 break
-        for image in images:
-            async with http.get("/view", params=image) as r:
-                (Path(folder) / image["filename"]).write_bytes(await r.read())
-            print(f"\n{Path(folder) / image['filename']}")
+        history = await (await http.get(f"/history/{queued['prompt_id']}")).json()
+        for output in history[queued["prompt_id"]]["outputs"].values():
+            for image in output.get("images", []):
+                path = Path(folder) / image["filename"]
+                path.write_bytes(await (await http.get("/view", params=image)).read())
+                print(f"\n{path}")
 
 
 asyncio.run(main(*sys.argv[1:]))

@@ -112,6 +112,15 @@ def test_queue_prompt_says_what_the_server_refuses(server: str, tmp_path: Path) 
     assert done.returncode == 1 and "steps" in done.stderr and "Traceback" not in done.stderr
 
 
+def test_queue_prompt_says_what_went_wrong(server: str, tmp_path: Path) -> None:
+    prompt = json.loads((API / "block_weights.json").read_text())
+    prompt["4"]["inputs"]["block_weights"] = "nowhere=1"
+    (tmp_path / "prompt.json").write_text(json.dumps(prompt))
+    command = [sys.executable, str(PACK / "examples" / "queue_prompt.py"), str(tmp_path / "prompt.json"), server]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 1 and "KSampler: block weights: " in done.stderr and "Traceback" not in done.stderr
+
+
 def test_object_info_knows_every_node_of_every_shipped_workflow(server: str) -> None:
     known = json.loads(get(server, "/object_info"))
     for path in API.glob("*.json"):
