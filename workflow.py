@@ -119,20 +119,21 @@ class _Converter:
         values = node.get("widgets_values_named") or node.get("widgets_values") or []
         converted = {slot["name"] for slot in node.get("inputs") or [] if slot.get("widget")}
         widgets = [item for item in fields if item.widget or item.name in converted]
-        if isinstance(values, dict):
-            return {item.name: _value(values[item.name]) for item in widgets if item.name in values}
         inputs, position = {}, 0
         while widgets:
             item = widgets.pop(0)
-            value = values[position] if position < len(values) else item.default
+            if isinstance(values, dict):
+                value = values.get(item.name, item.default)
+            else:
+                value = values[position] if position < len(values) else item.default
+                position += 1
+                if item.control and position < len(values) and values[position] in CONTROLS:
+                    # A list with control has a filter text after it as well.
+                    position += 2 if item.io_type == "COMBO" else 1
             if value is not None:
                 inputs[item.name] = _value(value)
             if item.branches:
                 widgets = [further for further in item.branches.get(value, []) if further.widget] + widgets
-            position += 1
-            if item.control and position < len(values) and values[position] in CONTROLS:
-                # A list with control has a filter text after it as well.
-                position += 2 if item.io_type == "COMBO" else 1
         return inputs
 
     def source(self, link_id: Any, io_type: str, path: tuple[str, ...]) -> _Output | None:

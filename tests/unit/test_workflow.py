@@ -59,7 +59,7 @@ def test_values_without_control_are_read_too() -> None:
 
 def test_values_by_name_win_and_missing_ones_get_their_default() -> None:
     named = sample(1, "fixed", 2, widgets_values_named={"seed": 3, "control_after_generate": "fixed", "steps": 4})
-    assert convert(named)["2"]["inputs"] == {"seed": 3, "steps": 4}
+    assert convert(named)["2"]["inputs"] == {"seed": 3, "steps": 4, "mode": "x"}
     assert convert(sample(7, "fixed"))["2"]["inputs"] == {"seed": 7, "steps": 20, "mode": "x"}
 
 
@@ -69,6 +69,8 @@ def test_forced_sockets_take_no_value() -> None:
 
 def test_widgets_that_depend_on_a_value() -> None:
     assert convert(node(1, "Switch", "big", 9, "end"))["1"]["inputs"] == {"kind": "big", "kind.size": 9, "last": "end"}
+    named = node(1, "Switch", widgets_values_named={"kind": "big", "last": "end"})
+    assert convert(named)["1"]["inputs"] == {"kind": "big", "kind.size": 3, "last": "end"}
     assert convert(node(1, "Switch", "small", "end"))["1"]["inputs"] == {"kind": "small", "last": "end"}
 
 
