@@ -30,6 +30,7 @@ class ScheduleKeyframes(HookKeyframeGroup):
 
     def __init__(self, schedule: Schedule | None = None) -> None:
         super().__init__()
+        self._progress: dict[float, float] = {}
         schedule = schedule or Schedule((Point(0.0, 1.0),))
         for progress, strength in steps_of(schedule):
             super().add(HookKeyframe(strength, start_percent=progress, guarantee_steps=0))
@@ -43,6 +44,7 @@ class ScheduleKeyframes(HookKeyframeGroup):
     def initialize_timesteps(self, model: Any) -> None:
         super().initialize_timesteps(model)
         self.percent_to_sigma = model.model_sampling.percent_to_sigma
+        self._progress = {}
 
     def clone(self) -> HookKeyframeGroup:
         if self.schedule is None:
@@ -57,7 +59,10 @@ class ScheduleKeyframes(HookKeyframeGroup):
         """Strength on the curve itself at `sigma`; None where only steps are known."""
         if self.schedule is None or self.percent_to_sigma is None:
             return None
-        progress = progress_at(sigma, self.percent_to_sigma)
+        progress = self._progress.get(sigma)
+        if progress is None:
+            # Once per step: the model's tables may be on a device.
+            progress = self._progress[sigma] = progress_at(sigma, self.percent_to_sigma)
         # Samplers' sigmas are float32: a jump at 0.4 must not miss the step whose sigma is 0.6 plus half an ulp.
         near = [point.progress for point in self.schedule.points if abs(point.progress - progress) < 1e-6]
         return self.schedule.strength_at(near[0] if near else progress)

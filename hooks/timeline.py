@@ -54,7 +54,10 @@ def timeline(
             # A copy: the sigmas of its keyframes belong to whatever run it is in.
             keyframes = hook.hook_keyframe.clone()
             keyframes.initialize_timesteps(SimpleNamespace(model_sampling=model_sampling))
-            strengths = [hook._strength_model * strength_at(keyframes, sigma, sigmas, stepped) for sigma in sigmas]
+            # Plus zero: no "-0".
+            strengths = [
+                hook._strength_model * strength_at(keyframes, sigma, sigmas, stepped) + 0.0 for sigma in sigmas
+            ]
             rows.append(Row(cond, name, path, tuple(s if on else None for s, on in zip(strengths, acts))))
     return rows
 

@@ -265,3 +265,17 @@ def _alike(core: tuple, ours: tuple) -> bool:
         return list(core[0]) == list(ours[0])
     limits = core[1] if len(core) > 1 else {}
     return core[0] == ours[0] and all(ours[1].get(key) == value for key, value in limits.items())
+
+
+@pytest.mark.parametrize("interpolation", ["monotone_cubic", "linear"])
+def test_curves_are_cores_curves(bench: Bench, interpolation: str) -> None:
+    """Also as the object that core's Curve Editor gives."""
+    from comfy_api.input import CurveInput
+
+    from hookline.hooks.curve import read_curve
+
+    raw = {"points": [[0.0, 0.1], [0.2, 0.9], [0.5, 0.85], [0.8, 0.85], [1.0, 0.0]], "interpolation": interpolation}
+    theirs, ours, wrapped = CurveInput.from_raw(raw), read_curve(raw), read_curve(CurveInput.from_raw(raw))
+    for i in range(101):
+        assert ours(i / 100) == pytest.approx(theirs.interp(i / 100), abs=1e-12)
+        assert wrapped(i / 100) == theirs.interp(i / 100)

@@ -81,7 +81,8 @@ def test_r23_s11_quantized_bases_differ_by_what_their_weights_stand_for(lab: Any
     base = lab.model(quantize)
     weights = plain_weights(base.model)
     assert not any("scale" in name.rpartition(".")[2] or "comfy_quant" in name for name in weights)
-    assert all(w.dtype.is_floating_point and w.dtype.itemsize > 1 for w in weights.values())
+    assert not any(isinstance(weight, host.QuantizedTensor) for weight in weights.values())
+    assert all(weight.dtype.is_floating_point and weight.dtype.itemsize > 1 for weight in weights.values())
     hooks = checkpoint_hook(Checkpoint("itself", weights, None, "itself"), 1.0, 0.0)
     hooked = apply_hookline(base)
     # The difference to itself is zero, so every weight is its own dequantized value rounded to its own codes again.

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hookline.hooks.conditioning import combine, set_props
+from hookline.hooks.conditioning import combine, set_default, set_props
 from hookline.host import HookGroup, WeightHook
 
 
@@ -61,3 +61,10 @@ def test_hooks_are_added_and_shared_groups_stay_shared() -> None:
 def test_combine_keeps_order() -> None:
     a, b = [entry(name="a")], [entry(name="b")]
     assert [options["name"] for _, options in combine(a, b)] == ["a", "b"]
+
+
+def test_default_conditioning_is_marked_as_the_host_knows_it() -> None:
+    cond, hooks = [["t", {"pooled": 1}]], HookGroup()
+    hooks.add(WeightHook())
+    assert set_default(cond, hooks=hooks) == [[["t", {"pooled": 1, "default": True, "hooks": hooks}]]]
+    assert set_default(cond) == [[["t", {"pooled": 1, "default": True}]]] and cond == [["t", {"pooled": 1}]]
