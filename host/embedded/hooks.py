@@ -173,28 +173,3 @@ class HookGroup:
         shared = keyframes.clone() if keyframes is not None else HookKeyframeGroup()
         for hook in self.hooks:
             hook.hook_keyframe = shared
-
-    def get_hooks_for_clip_schedule(self) -> list[tuple[tuple[float, float], list[tuple[Hook, HookKeyframe | None]]]]:
-        """Ranges of progress within which no hook's strength changes, each with the hooks' keyframes there."""
-        hooks = self.get_type(EnumHookType.Weight)
-        starts = {0.0} | {
-            k.start_percent for hook in hooks for k in hook.hook_keyframe.keyframes if k.start_percent < 1
-        }
-        ranges: list[tuple[tuple[float, float], list[tuple[Hook, HookKeyframe | None]]]] = []
-        for start in sorted(starts):
-            current = []
-            for hook in hooks:
-                frames = hook.hook_keyframe.keyframes
-                due = [k for k in frames if k.start_percent <= start] or frames[:1]
-                current.append((hook, due[-1] if due else None))
-            if ranges and _same_strengths(ranges[-1][1], current):
-                ranges[-1] = ((ranges[-1][0][0], 1.0), ranges[-1][1])
-                continue
-            if ranges:
-                ranges[-1] = ((ranges[-1][0][0], start), ranges[-1][1])
-            ranges.append(((start, 1.0), current))
-        return ranges
-
-
-def _same_strengths(before: list, after: list) -> bool:
-    return [k and k.strength for _, k in before] == [k and k.strength for _, k in after]

@@ -45,24 +45,9 @@ class CLIP:
     def encode_from_tokens_scheduled(
         self, tokens: dict[str, list], add_dict: dict[str, Any] | None = None
     ) -> list[list]:
-        """Tokens -> CONDITIONING; one entry per range of the hooks' schedule when the text encoder follows it."""
-        add_dict = add_dict or {}
-        hooks = self.patcher.forced_hooks
-        if hooks is None or not self.use_clip_schedule:
-            out = self.encode_from_tokens(tokens, return_dict=True)
-            return [[out.pop("cond"), {**out, **add_dict}]]
-        self.load_model(tokens)
-        conditioning = []
-        for (start, end), keyframes in hooks.get_hooks_for_clip_schedule():
-            if end < add_dict.get("start_percent", 0.0) or start > add_dict.get("end_percent", 1.0):
-                continue
-            for hook, keyframe in keyframes:
-                hook.hook_keyframe._current_keyframe = keyframe
-            self.patcher.patch_hooks(hooks)
-            context, pooled = self.cond_stage_model.encode_token_weights(tokens)[:2]
-            entry = {"pooled_output": pooled, "clip_start_percent": start, "clip_end_percent": end, **add_dict}
-            conditioning.append([context, self.add_hooks_to_dict(entry)])
-        return conditioning
+        """Tokens -> CONDITIONING. (Text encoders that follow a schedule: `patcher/text_encoder.py`.)"""
+        out = self.encode_from_tokens(tokens, return_dict=True)
+        return [[out.pop("cond"), {**out, **(add_dict or {})}]]
 
     def add_hooks_to_dict(self, entry: dict[str, Any]) -> dict[str, Any]:
         if self.apply_hooks_to_conds:
