@@ -105,13 +105,23 @@ def make(name: str, title: str, note: str) -> None:
     prompt = json.loads((FOLDER / "api" / f"{name}.json").read_text())
     runner = Runner()
     workflow = Graph(prompt, runner, name, note).workflow
-    (FOLDER / f"{title}.json").write_text(json.dumps(workflow, indent=1) + "\n")
+    (FOLDER / f"{title}.json").write_text(as_text(workflow))
     with tempfile.TemporaryDirectory() as folder:
         picture = Image.open(next(path for path in runner.run(workflow, Path(folder)) if path.name.startswith(name)))
         scale = THUMBNAIL // max(picture.size)
         size = (picture.width * scale, picture.height * scale)
         picture.resize(size, Image.Resampling.BICUBIC).save(FOLDER / f"{title}.jpg", quality=90)
     print(title)
+
+
+def as_text(workflow: dict[str, Any]) -> str:
+    """JSON with a line for each node, link and group."""
+    parts = []
+    for key, value in workflow.items():
+        lines = [f"  {json.dumps(item)}" for item in value] if isinstance(value, list) else []
+        text = "[\n" + ",\n".join(lines) + "\n ]" if lines else json.dumps(value)
+        parts.append(f" {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 class Graph:
