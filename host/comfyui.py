@@ -109,10 +109,10 @@ def add_files(kind: str, folder: Any) -> None:
 # ---- models
 
 
-def make_model(tensors: dict[str, Tensor]) -> ModelPatcher:
-    """A MODEL from a diffusion model's tensors, through ComfyUI's own detection and loading."""
+def make_model(tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> ModelPatcher:
+    """A MODEL from a diffusion model's tensors and file header, through ComfyUI's own detection and loading."""
     # Without a file to load again, ComfyUI can't make the second model that its dynamic patchers ask for.
-    model = comfy.sd.load_diffusion_model_state_dict(dict(tensors), disable_dynamic=True)
+    model = comfy.sd.load_diffusion_model_state_dict(dict(tensors), metadata=metadata, disable_dynamic=True)
     if model is None:
         raise HooklineError("not a diffusion model that ComfyUI knows")
     return model
