@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import comfy.float
@@ -104,6 +105,18 @@ def file_path(kind: str, name: str) -> str:
 
 def add_files(kind: str, folder: Any) -> None:
     folder_paths.add_model_folder_path(kind, str(folder))
+
+
+def output_file(prefix: str, suffix: str) -> Path:
+    """A new file in the output folder: `<prefix>_<number>_<suffix>`, where the prefix may name a folder in it.
+
+    Raises HooklineError for a prefix that leads out of the output folder.
+    """
+    try:
+        folder, name, number, _, _ = folder_paths.get_save_image_path(prefix, folder_paths.get_output_directory())
+    except Exception as error:
+        raise HooklineError(f"{prefix!r}: not in the output folder") from error
+    return Path(folder) / f"{name}_{number:05}_{suffix}"
 
 
 # ---- models

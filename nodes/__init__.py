@@ -2,7 +2,7 @@
 
 from ..assets.tiny import LORA_FOLDER
 from ..host import add_files
-from . import clip, combine, conditioning, create, model, quickstart, schedule
+from . import clip, combine, conditioning, create, model, quantize, quickstart, schedule
 
 add_files("loras", LORA_FOLDER)
 
@@ -13,5 +13,6 @@ NODES = [
     *conditioning.NODES,
     *clip.NODES,
     *model.NODES,
+    *quantize.NODES,
     *quickstart.NODES,
 ]
