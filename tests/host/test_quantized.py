@@ -31,6 +31,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from test_formats import check_effect
 from torch import Tensor, nn
 
 from hookline import host, quant_formats
@@ -188,6 +189,19 @@ def test_r11_r19_a_new_strength_quantizes_nothing_on_the_side_path(lab: Any, nam
     assert torch.equal(outs[0], outs[2])
     assert not torch.equal(outs[0], outs[1]) and not torch.equal(outs[0], plain)
     assert torch.equal(lab.sample(hooked, lab.cond(1), lab.cond(2)), plain)
+
+
+@pytest.mark.parametrize(("name", "smoothed"), [*((name, False) for name in FORMATS), ("nvfp4", True)])
+def test_the_side_path_adds_the_lora_beside_every_format(lab: Any, name: str, smoothed: bool) -> None:
+    """On the layer's own input, so `pre_quant_scale` makes no difference to it."""
+    layer = "single_blocks.0.linear2"
+    tensors = dict(checkpoint(name))
+    if smoothed:
+        tensors[f"{layer}.pre_quant_scale"] = torch.linspace(0.5, 1.5, 1280)
+    module = loaded(tensors, "side_path").model.diffusion_model.get_submodule(layer)
+    before = lab.raw(module.weight)
+    check_effect(module, float_tensors()[f"{layer}.weight"], 0.02)
+    assert lab.raw(module.weight) == before
 
 
 @pytest.mark.parametrize("path", ["merged", "side_path"])
