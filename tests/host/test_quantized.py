@@ -431,3 +431,13 @@ def test_problems_of_a_checkpoint_are_named_by_layer(lab: Any, change: dict[str,
     tensors = checkpoint("nvfp4") | {f"{layer}.{name}": tensor for name, tensor in change.items()}
     with pytest.raises(HooklineError, match=message):
         host.make_model({key: tensor for key, tensor in tensors.items() if tensor is not None})
+
+
+def test_four_bits_are_warned_about_and_packed_storage_is_told(lab: Any) -> None:
+    module = loaded(checkpoint("asym_w4a8_int8"), "merged").model.diffusion_model.single_blocks[0].linear2
+    asked = storing(module, "weight", module.weight, exact=True)
+    assert "adds noise" in (asked.note or "") and not asked.as_float and asked.refusal is None
+    # As comfy-kitchen 0.2.40 marks weights that it has packed for the GPU.
+    object.__setattr__(module.weight._params, "mma_packed", True)
+    assert "packed for the GPU" in (storing(module, "weight", module.weight, exact=True).refusal or "")
+    assert storing(module, "weight", module.weight, exact=False).as_float
