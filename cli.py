@@ -1,4 +1,4 @@
-"""`python -m hookline`: run prompts and workflows without a browser."""
+"""`python -m hookline`: run prompts and workflows without a browser, measure, quantize checkpoints."""
 
 from __future__ import annotations
 
@@ -38,9 +38,19 @@ def main(argv: list[str] | None = None) -> int:
     bench = commands.add_parser("bench", help="measure against the same runs without LoRA, as ratios (minutes)")
     bench.add_argument("--host", choices=["embedded", "comfyui"], default="embedded", help="(default: embedded)")
     bench.add_argument("--json", type=Path, metavar="FILE.json", help="write the table as JSON too")
+    smaller = commands.add_parser("quantize", help="store weights of a checkpoint in fewer bits")
+    smaller.add_argument("source", type=Path, metavar="IN.safetensors")
+    smaller.add_argument("target", type=Path, metavar="OUT.safetensors")
+    smaller.add_argument(
+        "--rule",
+        action="append",
+        default=[],
+        metavar="PATTERN=FORMAT",
+        help="layers and their format (or keep); the first rule that fits a layer counts",
+    )
     arguments = parser.parse_args(argv)
     try:
-        return {"run": _run, "bench": _bench}[arguments.command](arguments)
+        return {"run": _run, "bench": _bench, "quantize": _quantize}[arguments.command](arguments)
     except HooklineError as error:
         print(f"hookline: {error}", file=sys.stderr)
         return 2
@@ -57,6 +67,20 @@ def _bench(arguments: argparse.Namespace) -> int:
     print(cases.markdown(rows))
     if arguments.json:
         arguments.json.write_text(json.dumps(cases.as_json(rows), indent=2) + "\n")
+    return 0
+
+
+def _quantize(arguments: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    from .quantize import Rule, quantize_file
+
+    rules = [Rule.parse(text) for text in arguments.rule]
+    with tqdm(total=0, unit="tensor", file=sys.stderr) as bar:
+        summary = quantize_file(
+            arguments.source, arguments.target, rules, lambda done, total, layer: show(bar, done, total)
+        )
+    print("\n".join(summary.lines()))
     return 0
 
 

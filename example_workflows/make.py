@@ -92,6 +92,12 @@ WORKFLOWS = {
         "The digits on the left and on the right are drawn by another checkpoint (here the same model, trained to draw "
         "black on white), the one in the middle by the model itself.",
     ),
+    "quantize": (
+        "Quantize a model",
+        "*Quantize Checkpoint* writes a smaller version of a model file to the output folder: move it to "
+        "`models/diffusion_models` and load it with *Load Diffusion Model*. Hooks, as on the left, act on it like on "
+        "any other model.",
+    ),
 }
 
 

@@ -46,6 +46,7 @@ __all__ = [
     "make_model",
     "model_key_map",
     "name",
+    "output_file",
     "stochastic_rounding",
     "string_to_seed",
     "tensor_bytes",

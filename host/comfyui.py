@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import comfy.float
@@ -107,13 +108,25 @@ def add_files(kind: str, folder: Any) -> None:
     folder_paths.add_model_folder_path(kind, str(folder))
 
 
+def output_file(prefix: str, suffix: str) -> Path:
+    """A new file in the output folder: `<prefix>_<number>_<suffix>`, where the prefix may name a folder in it.
+
+    Raises HooklineError for a prefix that leads out of the output folder.
+    """
+    try:
+        folder, name, number, _, _ = folder_paths.get_save_image_path(prefix, folder_paths.get_output_directory())
+    except Exception as error:
+        raise HooklineError(f"{prefix!r}: not in the output folder") from error
+    return Path(folder) / f"{name}_{number:05}_{suffix}"
+
+
 # ---- models
 
 
-def make_model(tensors: dict[str, Tensor]) -> ModelPatcher:
-    """A MODEL from a diffusion model's tensors, through ComfyUI's own detection and loading."""
+def make_model(tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> ModelPatcher:
+    """A MODEL from a diffusion model's tensors and file header, through ComfyUI's own detection and loading."""
     # Without a file to load again, ComfyUI can't make the second model that its dynamic patchers ask for.
-    model = comfy.sd.load_diffusion_model_state_dict(dict(tensors), disable_dynamic=True)
+    model = comfy.sd.load_diffusion_model_state_dict(dict(tensors), metadata=metadata, disable_dynamic=True)
     if model is None:
         raise HooklineError("not a diffusion model that ComfyUI knows")
     return model

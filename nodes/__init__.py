@@ -2,10 +2,11 @@
 
 from ..assets.tiny import CHECKPOINT_FOLDER, LORA_FOLDER
 from ..host import add_files
-from . import clip, combine, conditioning, create, inspect, model, quickstart, schedule
+from . import clip, combine, conditioning, create, inspect, model, quantize, quickstart, schedule
 
 add_files("loras", LORA_FOLDER)
-add_files("checkpoints", CHECKPOINT_FOLDER)
+for kind in ("checkpoints", "diffusion_models"):
+    add_files(kind, CHECKPOINT_FOLDER)
 
 NODES = [
     *create.NODES,
@@ -15,5 +16,6 @@ NODES = [
     *clip.NODES,
     *model.NODES,
     *inspect.NODES,
+    *quantize.NODES,
     *quickstart.NODES,
 ]

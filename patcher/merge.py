@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from .. import host
 from ..errors import HooklineError
+from .storage import storing, warn_once
 
 Patch = tuple[float, Any, float, Any, Any]
 """(strength, patch, strength of the base, offset, row function), as the host's `calculate_weight` takes it."""
@@ -66,24 +67,37 @@ def _replacement(patcher: host.ModelPatcher, key: str, patches: list[Patch]) -> 
     if key in patcher.backup:
         # The loader's patches are merged into `current`; starting from what they were merged into rounds only once.
         base, patches = patcher.backup[key].weight, [*patcher.patches.get(key, []), *patches]
+    way = storing(module, name, base, exact=getattr(patcher, "path", "merged") != "auto")
+    if way.refusal:
+        raise HooklineError(f"{key}: can't merge the LoRA: {way.refusal}")
+    if way.note:
+        warn_once(way.note)
     try:
-        value = _merge(module, name, base.to(current.device), patches, key)
+        value = _merge(module, name, base.to(current.device), patches, key, way.as_float)
     except (HooklineError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise HooklineError(f"{key}: can't merge the LoRA: {error or type(error).__name__}") from error
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise HooklineError(f"{key}: can't merge the LoRA: {reason}") from error
     return Replacement(module, name, current, nn.Parameter(value, requires_grad=False))
 
 
-def _merge(module: nn.Module, name: str, base: Tensor, patches: list[Patch], key: str) -> Tensor:
-    """`base` with the patches, in its own format: float32 maths, rounded once, the seed that the stock loader uses."""
-    if not (base.is_floating_point() or isinstance(base, host.QuantizedTensor)):
-        kind = type(base.data).__name__
-        raise HooklineError(f"{key}: its weight is packed as {kind} of {base.dtype}, which can't be merged into")
+def _merge(module: nn.Module, name: str, base: Tensor, patches: list[Patch], key: str, as_float: bool) -> Tensor:
+    """`base` with the patches: float32 maths, rounded once, the seed that the stock loader uses.
+
+    In the base's own format, or in its logical dtype (`as_float`).
+    """
     weight = base.to(torch.float32, copy=True)
     convert = getattr(module, f"convert_{name}", None)
     if convert is not None:
         weight = convert(weight, inplace=True)
+    elif isinstance(weight, host.QuantizedTensor):
+        weight = weight.dequantize()
+    smoothing = getattr(module, "pre_quant_scale", None) if name == "weight" else None
+    if smoothing is not None:
+        # The layer multiplies its input by it: a LoRA is made for the product, and so is every formula.
+        smoothing = smoothing.to(weight)
+        weight *= smoothing
     shape = weight.shape
     originals = (
         {key: [(weight.clone(), lambda w, **_: w)]} if any(_needs_original(patch[1]) for patch in patches) else None
@@ -91,8 +105,12 @@ def _merge(module: nn.Module, name: str, base: Tensor, patches: list[Patch], key
     weight = host.calculate_weight(patches, weight, key, original_weights=originals)
     if weight.shape != shape:
         raise HooklineError(f"{key}: the LoRA would change its shape from {tuple(shape)} to {tuple(weight.shape)}")
+    if smoothing is not None:
+        weight /= smoothing
     if not torch.isfinite(weight).all():
         raise HooklineError(f"{key}: the merged weight is not finite")
+    if as_float:
+        return weight.to(base.dtype)
     seed = host.string_to_seed(key)
     setter = getattr(module, f"set_{name}", None)
     if setter is not None:

@@ -5,7 +5,7 @@ from comfy_kitchen.tensor import QuantizedTensor
 from ...patcher.extension import CallbacksMP, PatcherInjection, WrappersMP
 from . import io
 from .events import ProgressBar, emit, listen
-from .files import add_files, file_names, file_path
+from .files import add_files, file_names, file_path, output_file
 from .hooks import (
     EnumHookType,
     EnumWeightTarget,

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from difflib import get_close_matches
+from glob import escape
 from pathlib import Path
 
 from ...errors import HooklineError
+
+output_folders: list[Path] = [Path("output")]
+"""The last one is the running prompt's."""
 
 _folders: dict[str, list[Path]] = {}
 
@@ -35,6 +39,19 @@ def file_path(kind: str, name: str) -> str:
     if name not in found:
         raise unknown_name(kind, name, list(found))
     return str(found[name])
+
+
+def output_file(prefix: str, suffix: str) -> Path:
+    """A new file in the run's output folder: `<prefix>_<number>_<suffix>`.
+
+    Raises HooklineError for a prefix with a folder in it.
+    """
+    if not prefix or Path(prefix).name != prefix:
+        raise HooklineError(f"{prefix!r}: not the beginning of a file name")
+    folder = output_folders[-1]
+    taken = [path.name[len(prefix) + 1 :].split("_")[0] for path in folder.glob(f"{escape(prefix)}_*")]
+    number = 1 + max((int(text) for text in taken if text.isdigit()), default=0)
+    return folder / f"{prefix}_{number:05}_{suffix}"
 
 
 def unknown_name(kind: str, name: str, known: list[str]) -> HooklineError:

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ...errors import HooklineError
+from ...quant_formats import with_markers
 from .model import Flux, FluxConfig, FluxModel
 from .ops import mixed_precision
 from .patcher import ModelPatcher
@@ -33,12 +34,15 @@ def load_models(patchers: list[ModelPatcher]) -> None:
             patcher.patch_model()
 
 
-def make_model(tensors: dict[str, Tensor]) -> ModelPatcher:
-    """A MODEL from a Flux checkpoint's tensors, float or quantized (`comfy_quant` entries).
+def make_model(tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> ModelPatcher:
+    """A MODEL from a Flux checkpoint's tensors and file header, float or quantized.
+
+    Which layers are quantized, and how, is read from `comfy_quant` tensors and the header's `_quantization_metadata`.
 
     Raises:
-        HooklineError: the tensors are not those of a Flux model, or some are missing.
+        HooklineError: the tensors are not those of a Flux model, or a layer lacks some or has some that it can't use.
     """
+    tensors = with_markers(tensors, metadata)
     tensors = {key.removeprefix("model.diffusion_model."): tensor for key, tensor in tensors.items()}
     try:
         config = FluxConfig.from_state_dict(tensors)
@@ -48,7 +52,7 @@ def make_model(tensors: dict[str, Tensor]) -> ModelPatcher:
     flux = Flux(config, mixed_precision) if quantized else Flux(config)
     missing, unexpected = flux.load_state_dict(tensors, strict=False)
     if missing or unexpected:
-        raise HooklineError(f"checkpoint does not fit: missing {missing[:3]}, unexpected {unexpected[:3]}")
+        raise HooklineError(f"the checkpoint does not fit: {_by_layer('missing', missing, 'not used', unexpected)}")
     return ModelPatcher(FluxModel(flux.float() if not quantized else flux).requires_grad_(False).eval())
 
 
@@ -63,3 +67,14 @@ def load_checkpoint(path: str) -> tuple[nn.Module, nn.Module | None]:
     except (OSError, SafetensorError) as error:
         raise HooklineError(f"can't be read: {' '.join(str(error).split())}") from error
     return make_model(tensors).model, None
+
+
+def _by_layer(*named: str | list[str]) -> str:
+    """What, keys, what, keys ... -> one line by layer, three layers at most."""
+    layers: dict[str, list[str]] = {}
+    for what, keys in zip(named[::2], named[1::2]):
+        for key in keys:
+            layer, _, name = key.rpartition(".")
+            layers.setdefault(layer, []).append(f"{what} {name}")
+    lines = [f"{layer or 'the model'}: {', '.join(found)}" for layer, found in layers.items()]
+    return "; ".join(lines[:3]) + (f"; and {len(lines) - 3} more layers" if len(lines) > 3 else "")

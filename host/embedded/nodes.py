@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import io, sampling
 from .events import ProgressBar
-from .files import file_names, file_path
+from .files import file_names, file_path, output_folders
 from .lora import clip_key_map, load_lora, model_key_map
 
 MAX_SIZE = 16384
@@ -39,9 +39,11 @@ _context: list[RunContext] = []
 @contextmanager
 def run_context(out_dir: Path, prompt: dict[str, Any]) -> Iterator[RunContext]:
     _context.append(RunContext(out_dir, prompt))
+    output_folders.append(out_dir)
     try:
         yield _context[-1]
     finally:
+        output_folders.pop()
         _context.pop()
 
 

@@ -6,7 +6,6 @@ gives the weight in floats, the second quantizes a float weight like the layer's
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +14,13 @@ import torch.nn.functional as F
 from comfy_kitchen.tensor import QuantizedTensor
 from torch import Tensor, nn
 
+from ... import quant_formats
 from . import quant
 
 Linear = nn.Linear
+
+COMPUTED_IN_FLOATS = {f.spec["format"] for f in quant_formats.FORMATS.values() if not f.computes_quantized}
+"""Formats whose matmuls need hardware that this host does not use."""
 
 
 class QuantLinear(nn.Module):
@@ -29,21 +32,42 @@ class QuantLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False)
         self.quant_format: str | None = None
+        self.register_parameter("pre_quant_scale", None)
 
-    def _load_from_state_dict(self, tensors: dict[str, Tensor], prefix: str, *args: Any) -> None:
-        spec = tensors.pop(prefix + "comfy_quant", None)
-        if spec is None:
-            super()._load_from_state_dict(tensors, prefix, *args)
+    def _load_from_state_dict(
+        self,
+        tensors: dict[str, Tensor],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
+        layer, marker = prefix.removesuffix("."), prefix + quant_formats.MARKER
+        if marker not in tensors:
+            super()._load_from_state_dict(tensors, prefix, local_metadata, strict, missing, unexpected, errors)
             return
-        spec = json.loads(bytes(spec.tolist()))
+        spec = quant_formats.read_marker(tensors[marker], layer)
+        parts = {key.removeprefix(prefix): tensors[key] for key in tensors if key.startswith(prefix) and key != marker}
         self.quant_format = spec["format"]
-        weight = quant.from_tensors(spec, tensors.pop(prefix + "weight"), tensors.pop(prefix + "weight_scale"))
+        weight = quant.from_tensors(spec, layer, parts, (self.out_features, self.in_features))
         self.weight = nn.Parameter(weight, requires_grad=False)
-        self.bias.copy_(tensors.pop(prefix + "bias"))
+        # A fixed scale for quantizing the input, which this host lets the kernels choose.
+        parts.pop("input_scale", None)
+        if "pre_quant_scale" in parts:
+            self.pre_quant_scale = nn.Parameter(parts.pop("pre_quant_scale").float(), requires_grad=False)
+        if "bias" in parts:
+            self.bias.copy_(parts.pop("bias"))
+        else:
+            missing.append(prefix + "bias")
+        unexpected += [prefix + name for name in parts]
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
-        if isinstance(weight, QuantizedTensor) and not quant.computes_quantized(self.quant_format):
+        if self.pre_quant_scale is not None:
+            x = x * self.pre_quant_scale.to(x.dtype)
+        if isinstance(weight, QuantizedTensor) and self.quant_format in COMPUTED_IN_FLOATS:
             weight = weight.dequantize()
         return F.linear(x, weight, self.bias)
 

@@ -12,13 +12,14 @@ from safetensors.torch import load_file, save_file
 
 from hookline import host
 from hookline.host.embedded.models import make_model as embedded_model
-from hookline.host.embedded.quant import FORMATS, quantize_checkpoint
+from hookline.host.embedded.quant import quantize_checkpoint
+from hookline.quant_formats import FORMATS
 
 
 def quantized_file(lab: Any, folder: Path, name: str) -> Path:
     def choose(layer: str, weight: torch.Tensor) -> str | None:
         # ConvRot's groups of 256 fit the second layers of the double blocks' MLPs alone.
-        return name if "mlp.2" in layer or (name != "int8_convrot" and "blocks." in layer) else None
+        return name if "mlp.2" in layer or (FORMATS[name].group == 1 and "blocks." in layer) else None
 
     path = folder / f"{name}.safetensors"
     save_file({key: t.contiguous() for key, t in quantize_checkpoint(lab.model_tensors(), choose).items()}, path)
@@ -36,7 +37,7 @@ def test_each_host_reads_the_file_and_computes_the_same(lab: Any, tmp_path: Path
     path = quantized_file(lab, tmp_path, name)
     tensors = load_file(path)
     marked = [key for key in tensors if key.endswith(".comfy_quant")]
-    assert json.loads(bytes(tensors[marked[0]].tolist())) == FORMATS[name]
+    assert json.loads(bytes(tensors[marked[0]].tolist())) == FORMATS[name].spec
     if lab.name == "comfyui":
         import comfy.sd
 

@@ -273,5 +273,5 @@ def test_r22_packed_weights_of_another_pack_are_refused_in_words(lab: Any, clip:
     owner = encoder.get_submodule(path)
     owner._parameters[leaf] = torch.nn.Parameter(Packed(owner._parameters[leaf].detach()), requires_grad=False)
     hooked = set_hooks(lab, clip, lab.hooks(lab.bold_next, 0.0, 1.0))
-    with pytest.raises(HooklineError, match=rf"{name}.*packed as Packed of torch.uint8"):
+    with pytest.raises(HooklineError, match=rf"{name}.*holds torch.uint8 codes"):
         encode(hooked)

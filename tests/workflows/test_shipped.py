@@ -14,6 +14,7 @@ from PIL import Image
 from shipped import API, DOCS, PACK, TITLES, WORKFLOWS, picture
 from torch import Tensor
 
+from hookline.assets.tiny import CHECKPOINT_FOLDER
 from hookline.host import listen
 from hookline.nodes import NODES
 
@@ -132,6 +133,10 @@ def model_as_lora(image: Tensor, runs: list) -> None:
     assert [looks(part) for part in parts(image, 3)] == [(3, {"inverted"}), (5, set()), (8, {"inverted"})]
 
 
+def quantize(image: Tensor, runs: list) -> None:
+    assert looks(image) == (3, {"inverted"})
+
+
 CHECKS: dict[str, Callable[[Tensor, list], None]] = {
     function.__name__: function
     for function in (
@@ -149,6 +154,7 @@ CHECKS: dict[str, Callable[[Tensor, list], None]] = {
         curve,
         block_weights,
         model_as_lora,
+        quantize,
     )
 }
 
@@ -187,6 +193,14 @@ def test_prompt_schedule_is_one(runner: Any, tmp_path: Path) -> None:
     (node,) = (entry for entry in prompt.values() if entry["class_type"] == "HooklineTimestepsRange")
     node["inputs"]["end_percent"] = 0.8
     assert read_digit(run(runner, prompt, "prompt_schedule", tmp_path)[0]) == 1
+
+
+def test_quantize_writes_a_smaller_model(runner: Any, tmp_path: Path) -> None:
+    run(runner, json.loads((API / "quantize.json").read_text()), "quantize", tmp_path)
+    (written,) = tmp_path.glob("quantized_*.safetensors")
+    assert (
+        written.stat().st_size < 0.7 * (CHECKPOINT_FOLDER / "hookline_tiny_inverted_model.safetensors").stat().st_size
+    )
 
 
 def test_every_prompt_has_its_workflow_and_thumbnail() -> None:
