@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..host import io
+from ..patcher.cache import CACHES
 from ..patcher.model_patcher import apply_hookline
 from ..patcher.plan import PATHS
 
@@ -28,13 +29,22 @@ class Apply(io.ComfyNode):
                     "share a model call and no weight is touched. merged: in replacement weights, one set at a time, "
                     "bit for bit like the LoRA loader. auto: side_path wherever a LoRA has such a form, else merged.",
                 ),
+                io.Combo.Input(
+                    "cache",
+                    options=list(CACHES),
+                    default="auto",
+                    advanced=True,
+                    tooltip="Where replacement weights wait for the next run, each within half of the free memory. "
+                    "device: beside the model. ram: in RAM. auto: beside the model, what has no room there in RAM. "
+                    "off: nothing is kept, also not what the side path prepared.",
+                ),
             ],
             outputs=[io.Model.Output(tooltip="The model for the sampler.")],
         )
 
     @classmethod
-    def execute(cls, model: Any, path: str = "auto") -> io.NodeOutput:
-        return io.NodeOutput(apply_hookline(model, path))
+    def execute(cls, model: Any, path: str = "auto", cache: str = "auto") -> io.NodeOutput:
+        return io.NodeOutput(apply_hookline(model, path, cache))
 
 
 NODES = [Apply]

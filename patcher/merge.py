@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -43,6 +43,20 @@ class MergedSet:
     @cached_property
     def bytes(self) -> int:
         return sum(host.tensor_bytes(r.value) for r in self.replacements)
+
+    @property
+    def device(self) -> torch.device:
+        return self.replacements[0].value.device if self.replacements else torch.device("cpu")
+
+    @property
+    def in_place(self) -> bool:
+        """Whether every value is on the device of the parameter that it replaces."""
+        return all(r.value.device == r.original.device for r in self.replacements)
+
+    def to(self, device: torch.device | None) -> MergedSet:
+        """The same replacements with their values on `device`; None: where the parameters are that they replace."""
+        moved = ((r, r.value.to(device or r.original.device)) for r in self.replacements)
+        return MergedSet(tuple(replace(r, value=nn.Parameter(value, requires_grad=False)) for r, value in moved))
 
     def fits(self) -> bool:
         """Whether the model still holds the parameters that this set was computed from."""

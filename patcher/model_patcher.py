@@ -40,6 +40,8 @@ class HookModelPatcher(host.ModelPatcher):
     """What the user asked for: auto, side_path or merged."""
     progress: float | None = None
     """Where in the schedule a text encoder encodes now; None: where the host has put the keyframes."""
+    cache: str = "auto"
+    """What the user asked for: where merged sets are kept (`cache.CACHES`)."""
     isolated: bool = False
     """One set per forward, since rows could not be told apart in this run."""
 
@@ -62,7 +64,7 @@ class HookModelPatcher(host.ModelPatcher):
 
     def clone(self, *args: Any, **kwargs: Any) -> HookModelPatcher:
         copy = super().clone(*args, **kwargs)
-        copy.path = self.path
+        copy.path, copy.cache = self.path, self.cache
         if KEY in copy.additional_models:
             # The host clones these too, but a bank belongs to the model and has one patcher.
             copy.additional_models[KEY] = list(self.additional_models[KEY])
@@ -162,13 +164,15 @@ class HookModelPatcher(host.ModelPatcher):
         if not active:
             return None
         state = self.state
-        key = ("merged", self.patches_uuid, tuple((known.digest, strength) for known, strength in active))
-        merged = state.cache.get(key)
+        # `path` decides how 4-bit weights are stored.
+        parts = tuple((known.digest, strength) for known, strength in active)
+        key = ("merged", self.path == "auto", self.patches_uuid, parts)
+        merged = state.cache.get(key, self._spare_device)
         if merged is None:
             # Weights are computed from base parameters, so none of ours may stand in for one meanwhile.
             with state.journal.swapped_in(None):
                 merged = build_merged(self, _by_weight(active))
-            state.cache.put(key, merged, self.load_device)
+            state.cache.put(key, merged, merged.device, self._spare_device)
             state.report.weights_computed += len(merged.replacements)
         self._report(active, self.plan(active), len(merged.replacements), merged.bytes)
         return merged
@@ -177,6 +181,20 @@ class HookModelPatcher(host.ModelPatcher):
         """The LoRAs of a group that do something on this model now, with their strengths."""
         found = [(self.known(hook), self.strength(hook, stepped)) for hook in weight_hooks(hooks)]
         return [(known, strength) for known, strength in found if strength != 0 and known.mapping.patches]
+
+    @property
+    def _spare_device(self) -> torch.device | None:
+        return self.offload_device if self.cache in ("auto", "ram") else None
+
+    def end_run(self) -> None:
+        """Whatever happened, base weights are in place; prepared sets go where the user wants them kept."""
+        state = self.state
+        state.journal.restore()
+        if self.cache == "ram":
+            state.cache.rest(self.offload_device)
+        elif self.cache == "off":
+            state.unload()
+        state.report.bytes_cached = state.cache.bytes
 
     def _report(self, active: list[tuple[KnownHook, float]], plan: Plan, layers: int, size: int) -> None:
         report = self.state.report
@@ -318,7 +336,9 @@ class HookModelPatcher(host.ModelPatcher):
 
     def get_non_dynamic_delegate(self) -> HookModelPatcher:
         """Asked for by ComfyUI whenever conditioning has hooks. The side path needs no second model."""
-        return apply_hookline(super().get_non_dynamic_delegate(), self.path) if self.path == "merged" else self
+        return (
+            apply_hookline(super().get_non_dynamic_delegate(), self.path, self.cache) if self.path == "merged" else self
+        )
 
 
 def described(model: host.ModelPatcher, hooks: HookGroup) -> tuple[list[str], str]:
@@ -363,13 +383,14 @@ def _hook_class(base: type) -> type:
     return type(f"Hook{base.__name__}", (HookModelPatcher, base), {})
 
 
-def apply_hookline(model: host.ModelPatcher, path: str = "auto") -> HookModelPatcher:
+def apply_hookline(model: host.ModelPatcher, path: str = "auto", cache: str = "auto") -> HookModelPatcher:
     """The MODEL as a HookModelPatcher: same model object, same patches, same loader behaviour.
 
     `path` is one of `plan.PATHS`: "side_path" refuses what can't go there, "merged" never uses it.
+    `cache` is one of `cache.CACHES`.
     """
     patcher = model.clone()
     # The host's clone() builds an object of the patcher's own class; ours has the same fields and only adds methods.
     patcher.__class__ = _hook_class(type(patcher))
-    patcher.path = path
+    patcher.path, patcher.cache = path, cache
     return patcher.set_up()

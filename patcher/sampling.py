@@ -37,8 +37,7 @@ def outer_sample(executor: Callable, *args: Any, **kwargs: Any) -> Any:
         with patcher.running(executor.class_obj.conds):
             return executor(*args, **kwargs)
     finally:
-        state.journal.restore()
-        state.report.bytes_cached = state.cache.bytes
+        patcher.end_run()
         host.emit("hookline.run", state.report.as_dict())
 
 

@@ -164,6 +164,10 @@ class SideSet(nn.Module):
     def bytes(self) -> int:
         return sum(host.tensor_bytes(buffer) for buffer in self.buffers())
 
+    @property
+    def device(self) -> torch.device:
+        return next((buffer.device for buffer in self.buffers()), torch.device("cpu"))
+
     def fits(self) -> bool:
         """False once a base weight that factors were computed from has been replaced; most depend on none."""
         return all(module._parameters.get("weight") is weight for module, weight in self._originals.items())

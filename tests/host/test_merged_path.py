@@ -166,6 +166,20 @@ def test_equal_content_from_separate_reads_is_computed_once(lab: Any) -> None:
     assert len(hooked.state.cache) == 1
 
 
+@pytest.mark.parametrize("cache", ["auto", "device", "ram", "off"])
+@pytest.mark.parametrize("path", ["merged", "side_path"])
+def test_cache_says_what_is_kept_between_runs_and_nothing_else(lab: Any, path: str, cache: str) -> None:
+    hooks = lab.hooks(lab.inverted)
+    hooked = apply_hookline(lab.model(), path, cache)
+    first = lab.sample(hooked, lab.cond(1, hooks=hooks), lab.cond(2))
+    report = hooked.state.report
+    assert (report.bytes_cached == 0) == (cache == "off")
+    again = hooked.clone()
+    assert torch.equal(lab.sample(again, lab.cond(1, hooks=hooks), lab.cond(2)), first)
+    computed = again.state.report.weights_computed
+    assert (computed > 0) == (cache == "off" and path == "merged")
+
+
 def test_strength_zero_is_not_computed(lab: Any) -> None:
     hooked = merged(lab.model())
     off = lab.hooks(lab.inverted, 0.0)

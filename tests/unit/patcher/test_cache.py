@@ -68,3 +68,43 @@ def test_quantized_sets_are_counted_with_their_scales(free: dict) -> None:
     module = nn.Linear(8, 8)
     value = nn.Parameter(weight, requires_grad=False)
     assert MergedSet((Replacement(module, "weight", module.weight, value),)).bytes == 8 * 8 + 8 * 4
+
+
+META = torch.device("meta")
+"""Stands in for a second memory: moving there loses the values, which the cache does not look at."""
+
+
+def test_what_makes_room_goes_to_the_spare_device(free: dict) -> None:
+    cache, a, b = GroupCache(), merged(), merged()
+    free["bytes"] = 2 * a.bytes
+    cache.put("a", a, CPU, META)
+    free["bytes"] = a.bytes
+    cache.put("b", b, CPU, META)
+    assert cache.bytes_on(META) == a.bytes and cache.bytes_on(CPU) == b.bytes and len(cache) == 2
+
+
+def test_waiting_sets_come_back_to_their_weights(free: dict) -> None:
+    """The other way round, since nothing can be copied off the meta device: the weights are there."""
+    module = nn.Linear(4, 4, device=META)
+    a = MergedSet((Replacement(module, "weight", module.weight, nn.Parameter(torch.zeros(4, 4))),))
+    cache = GroupCache()
+    cache.put("a", a, CPU)
+    back = cache.get("a")
+    assert back is not a and back.in_place and back.device == META
+    assert cache.bytes_on(META) == a.bytes and cache.bytes_on(CPU) == 0
+    assert cache.get("a") is back
+
+
+def test_at_rest_merged_sets_wait_on_the_device_asked_for(free: dict) -> None:
+    cache, a = GroupCache(), merged()
+    cache.put("a", a, CPU)
+    cache.rest(META)
+    assert cache.bytes_on(META) == a.bytes and len(cache) == 1
+
+
+def test_at_rest_what_has_no_room_is_dropped(free: dict) -> None:
+    cache, a = GroupCache(), merged()
+    cache.put("a", a, CPU)
+    free["bytes"] = 0
+    cache.rest(META)
+    assert len(cache) == 0
