@@ -54,19 +54,35 @@ class OutputGain:
 
 
 @dataclass(frozen=True)
+class Rotation:
+    """Turns the layer's own output, without its bias, block by block: `blocks` [stages, out / b, b, b].
+
+    With `butterfly` the outputs are regrouped at each stage (BOFT), else blocks are of neighbours (OFT, one stage).
+    `rescale` [out] multiplies the result. `factor` is part of the strength, in which this kind is not linear.
+    """
+
+    blocks: Tensor
+    butterfly: bool
+    rescale: Tensor | None = None
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
 class Affine:
     """A change [width] of a norm layer's weight."""
 
     weight: Tensor
 
 
-Additive = LowRank | Kronecker | Offset | OutputGain | Affine
+Additive = LowRank | Kronecker | Offset | OutputGain | Rotation | Affine
 
 
 def scaled(form: Additive, factor: float) -> Additive:
-    """The form times a factor; all are linear in it."""
+    """The form with its strength times a factor."""
     if factor == 1:
         return form
+    if isinstance(form, Rotation):
+        return replace(form, factor=form.factor * factor)
     if isinstance(form, (LowRank, Kronecker)):
         return replace(form, scale=form.scale * factor)
     (name,) = form.__dataclass_fields__
@@ -97,6 +113,12 @@ def additive(
         shape = torch.Size([offset[2] if dim == offset[0] else size for dim, size in enumerate(shape)])
     if getattr(patch, "name", None) == "lokr":
         return [_lokr(patch, name, shape, sliced=offset is not None or function is not None)]
+    if getattr(patch, "name", None) in ("oft", "boft") and name == "weight":
+        return [_rotation(patch, shape, sliced=offset is not None or function is not None)]
+    if getattr(patch, "name", None) == "loha" and name == "weight" and offset is None and function is None:
+        dense = _dense_loha(patch.weights, shape)
+        if dense is not None:
+            return [dense]
     make = _FORMS.get(getattr(patch, "name", None))
     if make is None or name != "weight" or len(shape) < 2:
         raise NotAdditive(f"{getattr(patch, 'name', type(patch).__name__)} on a {name} of {len(shape)} dimensions")
@@ -168,15 +190,54 @@ def _lora(weights: tuple, shape: torch.Size, base: Callable[[], Tensor]) -> Form
 
 def _loha(weights: tuple, shape: torch.Size, base: Callable[[], Tensor]) -> Form:
     """LoHa (arXiv 2108.06098): (a1 b1) * (a2 b2) has the products of the factors' columns as factors, of rank r1 r2."""
-    a1, b1, alpha, a2, b2, t1, t2, dora = weights[:8]
-    if t1 is not None or t2 is not None:
-        raise NotAdditive("LoHa with a Tucker core")
-    a1, b1, a2, b2 = (factor.float() for factor in (a1, b1, a2, b2))
+    (a1, b1), (a2, b2) = _loha_factors(weights)
     up = (a1[:, :, None] * a2[:, None, :]).flatten(1)
-    down = (b1[:, None, :] * b2[None, :, :]).flatten(0, 1)
-    if up.shape[1] > min(shape[0], shape[1:].numel()) / 4:
-        raise NotAdditive("LoHa whose rank is too high to pay")
-    return LowRank(down.reshape(down.shape[0], *shape[1:]), up, _scale(alpha, b1.shape[0])), dora
+    down = (b1[:, None] * b2[None]).flatten(0, 1)
+    if down[0].numel() != shape[1:].numel():
+        raise NotAdditive(f"factors {tuple(up.shape)} and {tuple(down.shape)} do not fit {tuple(shape)}")
+    return LowRank(down.reshape(down.shape[0], *shape[1:]), up, _scale(weights[2], weights[1].shape[0])), weights[7]
+
+
+def _loha_factors(weights: tuple) -> list[tuple[Tensor, Tensor]]:
+    """The two pairs (up [out, r], down [r, in, ...]), with LyCORIS's Tucker cores worked into the downs."""
+    a1, b1, _, a2, b2, t1, t2 = (factor.float() if isinstance(factor, Tensor) else factor for factor in weights[:7])
+    if t1 is None:
+        return [(a1, b1), (a2, b2)]
+    # With a core [r, r, ...] the file's first factor is [r, out].
+    return [(a.t(), torch.einsum("ij...,jr->ir...", core, b)) for a, core, b in ((a1, t1, b1), (a2, t2, b2))]
+
+
+def _dense_loha(weights: tuple, shape: torch.Size) -> Kronecker | None:
+    """A LoHa as the whole difference where its rank is too high to pay; a Kronecker product with 1."""
+    if weights[7] is not None:
+        return None
+    (a1, b1), (a2, b2) = _loha_factors(weights)
+    if a1.shape[1] * a2.shape[1] <= min(shape[0], shape[1:].numel()) / 4:
+        return None
+    difference = (a1 @ b1.flatten(1)) * (a2 @ b2.flatten(1))
+    if difference.numel() != shape.numel():
+        raise NotAdditive(f"a difference of shape {tuple(difference.shape)} does not fit {tuple(shape)}")
+    return Kronecker(torch.ones(1, 1), difference.reshape(shape), _scale(weights[2], weights[1].shape[0]))
+
+
+def _rotation(patch: Any, shape: torch.Size, sliced: bool) -> Rotation:
+    """OFT (arXiv 2306.07280) and BOFT (arXiv 2311.06243): Cayley's rotations of a skew matrix per block.
+
+    OFT's strength enters squared, as in ComfyUI's loader (`comfy.weight_adapter.oft`), which reads no rescale either.
+    """
+    blocks, rescale, alpha, dora = patch.weights[:4]
+    butterfly = patch.name == "boft"
+    if dora is not None or sliced or (rescale is not None and not butterfly):
+        raise NotAdditive(f"{patch.name.upper()} with DoRA or rescaling, on a slice or with a row function")
+    if blocks.dim() != 3 + butterfly or blocks.shape[-3] * blocks.shape[-1] != shape[0]:
+        raise NotAdditive(f"{patch.name.upper()} blocks {tuple(blocks.shape)} do not turn {shape[0]} outputs")
+    skew = blocks.float() - blocks.float().transpose(-1, -2)
+    if alpha is not None and 0 < alpha < (norm := float(skew.norm() + 1e-8)):
+        skew = skew * (alpha / norm)
+    one = torch.eye(skew.shape[-1], device=skew.device)
+    turned = (one + skew) @ (one - skew).inverse()
+    turned = turned if butterfly else turned.transpose(-1, -2)[None]
+    return Rotation(turned, butterfly, None if rescale is None else rescale.float().flatten())
 
 
 def _lokr(patch: Any, name: str, shape: torch.Size, sliced: bool) -> Kronecker:

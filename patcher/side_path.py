@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import host
-from .adapters import Additive, Affine, Kronecker, LowRank, NotAdditive, Offset, OutputGain, additive, scaled
+from .adapters import Additive, Affine, Kronecker, LowRank, NotAdditive, Offset, OutputGain, Rotation, additive, scaled
+from .rotation import Turning
 
 _CONVOLUTIONS = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
 
@@ -74,6 +75,9 @@ class LayerPart(nn.Module):
         self.firsts = self._keep("first", [(owner, _narrow(part.first, dtype)) for owner, part in kronecker])
         self.seconds = self._keep("second", [(owner, _narrow(part.second, dtype)) for owner, part in kronecker])
         self.gains = self._keep("gain", [(owner, p.gain) for owner, p in parts if isinstance(p, OutputGain)])
+        rotations = [(owner, part) for owner, part in parts if isinstance(part, Rotation)]
+        self.turners = [owner for owner, _ in rotations]
+        self.turnings = nn.ModuleList(Turning(part) for _, part in rotations)
         self.offsets = self._keep("offset", [(owner, p.vector) for owner, p in parts if isinstance(p, Offset)])
         self.affines = self._keep("affine", [(owner, p.weight) for owner, p in parts if isinstance(p, Affine)])
 
@@ -95,6 +99,9 @@ class LayerPart(nn.Module):
         for owner, name in self.gains:
             own = out if module.bias is None else out - across(module.bias)
             out.addcmul_(own, across(getattr(self, name)), value=strengths[owner])
+        for owner, turning in zip(self.turners, self.turnings):
+            own = out if module.bias is None else out - across(module.bias)
+            out.add_(turning.difference(own.movedim(channel, -1), strengths[owner]).movedim(-1, channel))
         for piece in self.pieces:
             part = x if piece.in_slice is None else x.narrow(channel, *piece.in_slice)
             target = out if piece.out_slice is None else out.narrow(channel, *piece.out_slice)
@@ -193,15 +200,18 @@ def build(model: nn.Module, patches: list[dict[str, list[tuple]]], dtype: torch.
                 originals[module] = module._parameters["weight"]
                 weight = module.weight.to(torch.float32, copy=True)
                 convert = getattr(module, "convert_weight", None)
-                return weight if convert is None else convert(weight, inplace=True)
+                weight = weight if convert is None else convert(weight, inplace=True)
+                # The layer multiplies its input by it, after the point where the side path reads that input.
+                smoothing = getattr(module, "pre_quant_scale", None)
+                return weight if smoothing is None else weight * smoothing.to(weight)
 
             for factor, patch, _, offset, function in key_patches:
                 before = layers.setdefault(path, [])
                 try:
                     forms = additive(patch, name, module._parameters[name].shape, base, offset, function)
                     forms = [scaled(form, factor) for form in forms]
-                    if before and any(isinstance(form, OutputGain) for form in forms):
-                        raise NotAdditive("DoRA on top of another LoRA")
+                    if before and any(isinstance(form, (OutputGain, Rotation)) for form in forms):
+                        raise NotAdditive("DoRA, OFT or BOFT on top of another LoRA")
                 except NotAdditive as reason:
                     raise NotAdditive(f"{key}: {reason}") from None
                 before.extend((owner, form) for form in forms)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hookline.host.embedded.lora import LoRAAdapter, calculate_weight
 from hookline.patcher.adapters import Kronecker, LowRank, NotAdditive, Offset, OutputGain, additive
+from hookline.patcher.rotation import Turning
 
 OUT, IN, RANK = 48, 40, 4
 
@@ -80,6 +81,60 @@ def test_loha() -> None:
     a1, b1, a2, b2 = rnd(OUT, 2), rnd(2, IN), rnd(OUT, 3) + 1, rnd(3, IN) + 1
     form = make(adapter("loha", a1, b1, 4.0, a2, b2, None, None, None))
     close(difference(form), (a1.double() @ b1.double()) * (a2.double() @ b2.double()) * 4 / 2)
+
+
+def test_loha_whose_rank_is_too_high_to_pay_is_one_difference() -> None:
+    a1, b1, a2, b2 = rnd(OUT, 8), rnd(8, IN), rnd(OUT, 8) + 1, rnd(8, IN) + 1
+    form = make(adapter("loha", a1, b1, 4.0, a2, b2, None, None, None))
+    close(kron(form) / 8, (a1.double() @ b1.double()) * (a2.double() @ b2.double()) * 4 / 8 / 8)
+
+
+@pytest.mark.parametrize("rank", [2, 6])
+def test_loha_with_tucker_cores_against_lycoris(rank: int) -> None:
+    """Low-rank and whole, with LyCORIS's own function as the oracle."""
+    from lycoris.functional.loha import diff_weight
+
+    a1, b1, t1 = rnd(rank, OUT), rnd(rank, IN), rnd(rank, rank, 3, 3)
+    a2, b2, t2 = rnd(rank, OUT) + 1, rnd(rank, IN) - 1, rnd(rank, rank, 3, 3) + 1
+    form = make(adapter("loha", a1, b1, 1.0, a2, b2, t1, t2, None), (OUT, IN, 3, 3))
+    expected = diff_weight(*(t.double() for t in (b1, a1, b2, a2, t1, t2)), gamma=1.0, backend="torch") / rank
+    found = kron(form) if isinstance(form, Kronecker) else difference(form)
+    assert isinstance(form, Kronecker) == (rank == 6)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+
+
+def turned(patch: object, weight: Tensor, strength: float) -> Tensor:
+    """The weight after the rotation, found by turning the outputs of a layer without bias."""
+    (form,) = additive(patch, "weight", weight.shape, no_base, None, None)
+    columns = weight.flatten(1).t().double()
+    module = Turning(form).double()
+    return (columns + module.difference(columns, strength)).t().reshape(weight.shape)
+
+
+@pytest.mark.parametrize("shape", [(OUT, IN), (OUT, IN, 3, 3)])
+@pytest.mark.parametrize("constraint", [None, 0.5])
+def test_oft_against_lycoris(shape: tuple[int, ...], constraint: float | None) -> None:
+    """At strength 1, where LyCORIS and ComfyUI agree. float32 blocks: 1e-5."""
+    from lycoris.functional.diag_oft import diff_weight
+
+    weight, blocks = rnd(*shape), rnd(12, 4, 4) / 4
+    delta = diff_weight(weight, blocks, None, constraint=constraint or 0, backend="torch").double()
+    torch.testing.assert_close(
+        turned(adapter("oft", blocks, None, constraint, None), weight, 1.0), weight + delta, rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("strength", [1.0, 0.4])
+@pytest.mark.parametrize("rescaled", [False, True])
+def test_boft_against_lycoris(strength: float, rescaled: bool) -> None:
+    """32 outputs, three stages of blocks of 4. LyCORIS's difference is scaled once more by the loader."""
+    from lycoris.functional.boft import diff_weight
+
+    weight, blocks = rnd(32, IN), rnd(3, 8, 4, 4) / 4
+    rescale = rnd(32, 1).abs() + 0.5 if rescaled else None
+    patch = adapter("boft", blocks, rescale, None, None)
+    delta = diff_weight(weight, blocks, rescale, constraint=0, scale=strength, backend="torch").double()
+    torch.testing.assert_close(turned(patch, weight, strength), weight + strength * delta, rtol=1e-5, atol=1e-5)
 
 
 def kron(form: Kronecker) -> Tensor:
@@ -160,10 +215,11 @@ def test_dora_per_output(shape: tuple[int, ...]) -> None:
         (adapter("lora", rnd(OUT, 2), rnd(2, IN), None, None, rnd(1, IN), None), "magnitudes per input"),
         (adapter("lora", rnd(OUT, 2), rnd(2, IN), None, None, None, [96, IN]), "changes the weight's shape"),
         (adapter("lora", rnd(OUT, 2), rnd(2, IN + 1), None, None, None, None), "do not fit"),
-        (adapter("loha", rnd(OUT, 8), rnd(8, IN), None, rnd(OUT, 8), rnd(8, IN), None, None, None), "too high to pay"),
         (adapter("lokr", rnd(4, 2), rnd(12, 21), None, None, None, None, None, None, None), "do not make"),
         (adapter("lokr", rnd(4, 2), rnd(12, 20), None, None, None, None, None, None, rnd(OUT, 1)), "LoKr with DoRA"),
-        (adapter("oft", rnd(4, 4)), "oft on a weight"),
+        (adapter("oft", rnd(4, 4, 4), None, None, None), "do not turn"),
+        (adapter("oft", rnd(12, 4, 4), rnd(OUT), None, None), "OFT with DoRA or rescaling"),
+        (adapter("boft", rnd(1, 12, 4, 4), None, None, rnd(OUT, 1)), "BOFT with DoRA"),
     ],
 )
 def test_what_has_no_additive_form_says_why(patch: object, reason: str) -> None:
