@@ -54,6 +54,13 @@ class OutputGain:
 
 
 @dataclass(frozen=True)
+class InputGain:
+    """A factor [in] by which the layer's input is added once more before the layer itself sees it."""
+
+    gain: Tensor
+
+
+@dataclass(frozen=True)
 class Rotation:
     """Turns the layer's own output, without its bias, block by block: `blocks` [stages, out / b, b, b].
 
@@ -74,7 +81,10 @@ class Affine:
     weight: Tensor
 
 
-Additive = LowRank | Kronecker | Offset | OutputGain | Rotation | Affine
+Additive = LowRank | Kronecker | Offset | OutputGain | InputGain | Rotation | Affine
+
+FIRST_ONLY = (OutputGain, InputGain, Rotation)
+"""Kinds that act on the layer as it is, so not on top of another patch."""
 
 
 def scaled(form: Additive, factor: float) -> Additive:
@@ -146,16 +156,23 @@ def _difference(patch: tuple, name: str, shape: torch.Size, offset: Any, functio
 
 
 def _dora(form: LowRank, magnitude: Tensor, weight: Tensor) -> list[Additive]:
-    """DoRA (arXiv 2402.09353), magnitudes per output: W becomes W + s (g (W + BA) - W), g = magnitude / |W| per row.
+    """DoRA (arXiv 2402.09353): W becomes W + s (g (W + BA) - W), with one g = magnitude / norm per output or input.
 
-    The norm is that of the base weight, as in ComfyUI's loader (`weight_decompose` in `comfy.weight_adapter.base`).
+    Norms as in ComfyUI's loader (`weight_decompose` in `comfy.weight_adapter.base`): per output that of the base
+    weight, per input that of the sum.
     """
-    out = weight.shape[0]
-    if magnitude.numel() != out or magnitude.shape[0] != out:
-        raise NotAdditive("DoRA with magnitudes per input")
-    norm = weight.flatten(1).norm(dim=1) + torch.finfo(torch.float32).eps
-    gain = magnitude.float().reshape(out) / norm
-    return [OutputGain(gain - 1), replace(form, up=form.up.float() * gain[:, None])]
+    out, inner = weight.shape[:2]
+    eps = torch.finfo(torch.float32).eps
+    if magnitude.shape[0] == out == magnitude.numel():
+        gain = magnitude.float().reshape(out) / (weight.flatten(1).norm(dim=1) + eps)
+        return [OutputGain(gain - 1), replace(form, up=form.up.float() * gain[:, None])]
+    if magnitude.numel() != inner:
+        raise NotAdditive(f"DoRA magnitudes {tuple(magnitude.shape)} for {out} outputs and {inner} inputs")
+    changed = weight.flatten(1) + form.scale * (form.up.float() @ form.down.float().flatten(1))
+    norm = changed.view(out, inner, -1).transpose(0, 1).flatten(1).norm(dim=1)
+    gain = magnitude.float().reshape(inner) / (norm + eps)
+    down = form.down.float() * gain.view(1, -1, *[1] * (form.down.dim() - 2))
+    return [InputGain(gain - 1), replace(form, down=down)]
 
 
 _KIND_NAMES = {"diff": "dense difference", "set": "replacement", "model_as_lora": "difference to another model"}

@@ -16,7 +16,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import host
-from .adapters import Additive, Affine, Kronecker, LowRank, NotAdditive, Offset, OutputGain, Rotation, additive, scaled
+from .adapters import (
+    FIRST_ONLY,
+    Additive,
+    Affine,
+    InputGain,
+    Kronecker,
+    LowRank,
+    NotAdditive,
+    Offset,
+    OutputGain,
+    Rotation,
+    additive,
+    scaled,
+)
 from .rotation import Turning
 
 _CONVOLUTIONS = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
@@ -75,6 +88,7 @@ class LayerPart(nn.Module):
         self.firsts = self._keep("first", [(owner, _narrow(part.first, dtype)) for owner, part in kronecker])
         self.seconds = self._keep("second", [(owner, _narrow(part.second, dtype)) for owner, part in kronecker])
         self.gains = self._keep("gain", [(owner, p.gain) for owner, p in parts if isinstance(p, OutputGain)])
+        self.input_gains = self._keep("input_gain", [(owner, p.gain) for owner, p in parts if isinstance(p, InputGain)])
         rotations = [(owner, part) for owner, part in parts if isinstance(part, Rotation)]
         self.turners = [owner for owner, _ in rotations]
         self.turnings = nn.ModuleList(Turning(part) for _, part in rotations)
@@ -86,6 +100,12 @@ class LayerPart(nn.Module):
         for i, (_, vector) in enumerate(vectors):
             self.register_buffer(f"{kind}{i}", vector)
         return [(owner, f"{kind}{i}") for i, (owner, _) in enumerate(vectors)]
+
+    def scale_input(self, module: nn.Module, x: Tensor, strengths: tuple[float, ...]) -> None:
+        """Change the layer's input `x` [rows, ..., in] (channels second in a convolution) in place."""
+        shape = (-1, *[1] * (x.dim() - 2)) if _convolution(module) else (-1,)
+        for owner, name in self.input_gains:
+            x.addcmul_(x, getattr(self, name).to(x).view(shape), value=strengths[owner])
 
     def add(self, module: nn.Module, x: Tensor, out: Tensor, strengths: tuple[float, ...]) -> None:
         """Add to `out` [rows, ..., out] (channels second in a convolution), given the layer's input `x`, in place."""
@@ -168,6 +188,10 @@ class SideSet(nn.Module):
         self._originals = originals
 
     @property
+    def scales_inputs(self) -> bool:
+        return any(part.input_gains for part in self.parts)
+
+    @property
     def bytes(self) -> int:
         return sum(host.tensor_bytes(buffer) for buffer in self.buffers())
 
@@ -210,7 +234,7 @@ def build(model: nn.Module, patches: list[dict[str, list[tuple]]], dtype: torch.
                 try:
                     forms = additive(patch, name, module._parameters[name].shape, base, offset, function)
                     forms = [scaled(form, factor) for form in forms]
-                    if before and any(isinstance(form, (OutputGain, Rotation)) for form in forms):
+                    if before and any(isinstance(form, FIRST_ONLY) for form in forms):
                         raise NotAdditive("DoRA, OFT or BOFT on top of another LoRA")
                 except NotAdditive as reason:
                     raise NotAdditive(f"{key}: {reason}") from None
@@ -257,6 +281,7 @@ class RowPlan:
 
     rows: int
     segments: list[tuple[int, int, Entry]]
+    scales_inputs: bool = False
     reached: set[str] = field(default_factory=set)
 
     @classmethod
@@ -267,12 +292,28 @@ class RowPlan:
                 segments[-1] = (segments[-1][0], row + 1, entry)
             elif entry.set is not None:
                 segments.append((row, row + 1, entry))
-        return cls(len(entries), segments)
+        scales_inputs = any(entry.set.scales_inputs for _, _, entry in segments)
+        return cls(len(entries), segments, scales_inputs)
 
     @property
     def uniform(self) -> bool:
         """All rows use the same entry, so it does not matter which row is which."""
         return len(self.segments) == 1 and self.segments[0][:2] == (0, self.rows)
+
+    def parts(self, path: str, rows: int) -> list[tuple[slice, LayerPart, Entry]]:
+        """What acts on which of a layer's `rows`.
+
+        Raises:
+            RowsDiffer: they are not the model's rows, and it matters which is which.
+        """
+        if not self.uniform and rows != self.rows:
+            raise RowsDiffer(f"{path}: {rows} rows in a model call of {self.rows}")
+        found = [(start, stop, entry.set.by_layer.get(path), entry) for start, stop, entry in self.segments]
+        return [
+            (slice(None) if self.uniform else slice(start, stop), part, entry)
+            for start, stop, part, entry in found
+            if part is not None
+        ]
 
     def missed(self) -> set[str]:
         """Layers that should have been called and were not."""
@@ -284,12 +325,18 @@ class Layers:
 
     def __init__(self) -> None:
         self.plan: RowPlan | None = None
+        self._inputs: dict[str, Tensor] = {}
+        """Original inputs of layers that are being called with changed ones."""
 
     @contextmanager
     def hooked(self, model: nn.Module, paths: Iterable[str]) -> Iterator[None]:
         """Forward hooks on these layers."""
-        handles = [model.get_submodule(path).register_forward_hook(self._hook(path)) for path in sorted(paths)]
+        handles = []
         try:
+            for path in sorted(paths):
+                module = model.get_submodule(path)
+                handles.append(module.register_forward_pre_hook(self._before(path)))
+                handles.append(module.register_forward_hook(self._hook(path)))
             with host.layers_called():
                 yield
         finally:
@@ -304,6 +351,24 @@ class Layers:
             yield
         finally:
             self.plan = outer
+            self._inputs.clear()
+
+    def _before(self, path: str) -> Any:
+        def scale(module: nn.Module, arguments: tuple) -> tuple | None:
+            plan = self.plan
+            if plan is None or not plan.scales_inputs:
+                return None
+            x = arguments[0]
+            parts = [(rows, part, e.strengths) for rows, part, e in plan.parts(path, x.shape[0]) if part.input_gains]
+            if not parts:
+                return None
+            self._inputs[path] = x
+            changed = x.clone()
+            for rows, part, strengths in parts:
+                part.scale_input(module, changed[rows], strengths)
+            return (changed, *arguments[1:])
+
+        return scale
 
     def _hook(self, path: str) -> Any:
         def add(module: nn.Module, arguments: tuple, out: Tensor) -> Tensor | None:
@@ -311,14 +376,9 @@ class Layers:
             if plan is None:
                 return None
             plan.reached.add(path)
-            if not plan.uniform and out.shape[0] != plan.rows:
-                raise RowsDiffer(f"{path}: {out.shape[0]} rows in a model call of {plan.rows}")
-            x = arguments[0]
-            for start, stop, entry in plan.segments:
-                part = entry.set.by_layer.get(path)
-                if part is not None:
-                    rows = slice(None) if plan.uniform else slice(start, stop)
-                    part.add(module, x[rows], out[rows], entry.strengths)
+            x = self._inputs.pop(path, arguments[0])
+            for rows, part, entry in plan.parts(path, out.shape[0]):
+                part.add(module, x[rows], out[rows], entry.strengths)
             return out
 
         return add

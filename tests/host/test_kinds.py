@@ -30,6 +30,9 @@ def factors(kind: str, out: int, inner: int, random: torch.Generator) -> dict[st
         return {"oft_blocks": rnd(out // 8, 8, 8), "alpha": torch.tensor(0.0)}
     if kind == "boft":
         return {"oft_blocks": rnd(3, out // 8, 8, 8), "alpha": torch.tensor(0.0)}
+    if kind == "dora":
+        up, down = rnd(out, 4), rnd(4, inner)
+        return {"lora_up.weight": up, "lora_down.weight": down, "dora_scale": rnd(1, inner).abs() + 1}
     names = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
     return dict(zip(names, (rnd(out, 9), rnd(9, inner), rnd(out, 9), rnd(9, inner)))) | {"alpha": torch.tensor(9.0)}
 
@@ -54,7 +57,7 @@ def group(weights: dict[str, Tensor], strength: float) -> host.HookGroup:
 
 
 @pytest.mark.parametrize("strength", [1.0, 0.5])
-@pytest.mark.parametrize("kind", ["oft", "boft", "loha"])
+@pytest.mark.parametrize("kind", ["oft", "boft", "loha", "dora"])
 def test_side_path_is_the_stock_loader(lab: Any, kind: str, strength: float) -> None:
     import comfy.sd
 
@@ -74,7 +77,7 @@ def test_side_path_is_the_stock_loader(lab: Any, kind: str, strength: float) -> 
 
 def test_rows_of_different_kinds_share_a_forward(lab: Any) -> None:
     model = lab.model()
-    sides = [group(tensors(lab, kind, seed), 0.7) for seed, kind in enumerate(("oft", "boft"))]
+    sides = [group(tensors(lab, kind, seed), 0.7) for seed, kind in enumerate(("oft", "dora"))]
     conds = [lab.cond(i, hooks=hooks) for i, hooks in enumerate(sides)]
     hooked = apply_hookline(model, "side_path")
     out = lab.sample(hooked, *conds)

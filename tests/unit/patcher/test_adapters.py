@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hookline.host.embedded.lora import LoRAAdapter, calculate_weight
-from hookline.patcher.adapters import Kronecker, LowRank, NotAdditive, Offset, OutputGain, additive
+from hookline.patcher.adapters import InputGain, Kronecker, LowRank, NotAdditive, Offset, OutputGain, additive
 from hookline.patcher.rotation import Turning
 
 OUT, IN, RANK = 48, 40, 4
@@ -206,13 +206,28 @@ def test_dora_per_output(shape: tuple[int, ...]) -> None:
     )
 
 
+@pytest.mark.parametrize("shape", [(OUT, IN), (OUT, IN, 3, 3)])
+def test_dora_per_input(shape: tuple[int, ...]) -> None:
+    """W + s (m / |W + BA| (W + BA) - W), with the norm of each input's column of the sum."""
+    up, down, weight = rnd(OUT, RANK), rnd(RANK, *shape[1:]), rnd(*shape)
+    magnitude = (rnd(IN).abs() + 1).view(1, -1, *[1] * (len(shape) - 2))
+    patch = adapter("lora", up, down, 2.0, None, magnitude, None)
+    gain, form = additive(patch, "weight", torch.Size(shape), lambda: weight, None, None)
+    assert isinstance(gain, InputGain)
+    changed = weight.double() + torch.einsum("or,ri...->oi...", up.double(), down.double()) * 2 / RANK
+    norm = changed.transpose(0, 1).flatten(1).norm(dim=1).view(magnitude.shape)
+    expected = magnitude.double() / norm * changed - weight.double()
+    columns = gain.gain.double().view(magnitude.shape)
+    torch.testing.assert_close(columns * weight.double() + difference(form), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("patch", "reason"),
     [
         (("diff", (rnd(OUT, IN),)), "dense difference"),
         (("set", (rnd(OUT, IN),)), "replacement"),
         (("model_as_lora", (rnd(OUT, IN),)), "difference to another model"),
-        (adapter("lora", rnd(OUT, 2), rnd(2, IN), None, None, rnd(1, IN), None), "magnitudes per input"),
+        (adapter("lora", rnd(OUT, 2), rnd(2, IN), None, None, rnd(1, 3), None), "DoRA magnitudes"),
         (adapter("lora", rnd(OUT, 2), rnd(2, IN), None, None, None, [96, IN]), "changes the weight's shape"),
         (adapter("lora", rnd(OUT, 2), rnd(2, IN + 1), None, None, None, None), "do not fit"),
         (adapter("lokr", rnd(4, 2), rnd(12, 21), None, None, None, None, None, None, None), "do not make"),
