@@ -6,15 +6,14 @@ from typing import Any
 
 
 def inject(patcher: Any) -> None:
-    """A text encoder encodes with its set swapped in. (Diffusion models are hooked per call, by a wrapper.)"""
+    """A text encoder encodes with its hooks. (Diffusion models are hooked per call, by a wrapper.)"""
     if not patcher.is_clip:
         return
     model = patcher.model
     encode = model.encode_token_weights
 
     def encode_token_weights(*args: Any, **kwargs: Any) -> Any:
-        with patcher.state.journal.swapped_in(patcher.merged_set(patcher.forced_hooks)):
-            return encode(*args, **kwargs)
+        return patcher.encoded(lambda: encode(*args, **kwargs))
 
     # What another pack had put there, if anything.
     encode_token_weights.hookline_replaced = model.__dict__.get("encode_token_weights")

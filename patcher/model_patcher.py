@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -23,7 +23,7 @@ from .injection import eject, inject
 from .merge import MergedSet, Patch
 from .merge import build as build_merged
 from .plan import Plan
-from .side_path import Entry
+from .side_path import Entry, RowPlan
 from .side_path import build as build_side
 from .state import KnownHook, ModelState
 
@@ -176,6 +176,27 @@ class HookModelPatcher(host.ModelPatcher):
             state.report.weights_computed += len(merged.replacements)
         self._report(active, self.plan(active), len(merged.replacements), merged.bytes)
         return merged
+
+    def encoded(self, encode: Callable[[], Any]) -> Any:
+        """What a text encoder's `encode` gives with its hooks: one set for all rows."""
+        state, active = self.state, self.active(self.forced_hooks)
+        side_set = self.plan(active).side_set if active and self.path != "merged" else None
+        if side_set is not None:
+            side_set.to(self.load_device)
+            plan = RowPlan.of([Entry(side_set, tuple(strength for _, strength in active))])
+            with state.layers.hooked(self.model, side_set.by_layer), state.layers.calling(plan):
+                out = encode()
+            if not plan.missed():
+                return out
+            self.give_up_layers(plan.missed())
+        with state.journal.swapped_in(self.merged_set(self.forced_hooks)):
+            return encode()
+
+    def acts_on_packed_weights(self, hooks: HookGroup) -> bool:
+        """Whether a LoRA's target is not held as plain numbers of 16 bits or more: merging would round it again."""
+        keys = {weight_key(key) for hook in weight_hooks(hooks) for key in self.known(hook).mapping.patches}
+        weights = (self.model.get_parameter(key) for key in keys)
+        return any(isinstance(w, host.QuantizedTensor) or w.element_size() == 1 for w in weights)
 
     def active(self, hooks: HookGroup | None, stepped: bool = True) -> list[tuple[KnownHook, float]]:
         """The LoRAs of a group that do something on this model now, with their strengths."""

@@ -266,12 +266,42 @@ class Packed(torch.Tensor):
         return torch.Size([*super().shape[:-1], super().shape[-1] // 2])
 
 
-def test_r22_packed_weights_of_another_pack_are_refused_in_words(lab: Any, clip: Any) -> None:
+def pack(lab: Any, clip: Any) -> tuple[str, torch.nn.Module]:
+    """A layer of the text encoder with packed weights, unpacked when it is called; -> (its weight's key, the layer)."""
     encoder = clip.cond_stage_model
     name = next(iter(host.load_lora(lab.lora_tensors(lab.bold_next), host.clip_key_map(encoder))))
-    path, _, leaf = name.rpartition(".")
-    owner = encoder.get_submodule(path)
-    owner._parameters[leaf] = torch.nn.Parameter(Packed(owner._parameters[leaf].detach()), requires_grad=False)
-    hooked = set_hooks(lab, clip, lab.hooks(lab.bold_next, 0.0, 1.0))
+    layer = encoder.get_submodule(name.removesuffix(".weight"))
+    half = layer.weight.detach().half()
+    layer._parameters["weight"] = torch.nn.Parameter(Packed(half), requires_grad=False)
+    layer.forward = lambda x: torch.nn.functional.linear(x, half.to(x), layer.bias)
+    return name, layer
+
+
+def test_r22_packed_text_encoder_weights_take_the_side_path(lab: Any, clip: Any) -> None:
+    """Against the same encoder with the half-precision values in plain weights, merged. float32 rounding."""
+    name, layer = pack(lab, clip)
+    packed, original = lab.raw(layer.weight.data.as_subclass(torch.Tensor)), layer.weight
+    hooks = lab.hooks(lab.bold_next, 0.0, 1.0)
+    hooked = set_hooks(lab, clip, hooks)
+    out = encode(hooked)[0][0]
+    assert hooked.patcher.state.report.weights_computed == 0
+    assert layer.weight is original and lab.raw(layer.weight.data.as_subclass(torch.Tensor)) == packed
+    assert not layer._forward_hooks
+
+    plain = lab.tiny()[1]
+    same = plain.cond_stage_model.get_submodule(name.removesuffix(".weight"))
+    same.weight.data.copy_(same.weight.half())
+    expected = encode(set_hooks(lab, plain, hooks))[0][0]
+    assert (expected - encode(plain)[0][0]).abs().max() > 1e-2
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_r22_what_packed_weights_can_not_take_is_refused_in_words(lab: Any, clip: Any) -> None:
+    name, layer = pack(lab, clip)
+    hooks = lab.hooks(lab.bold_next, 0.0, 1.0)
+    (hook,) = hooks.hooks
+    hook.weights = {f"text_encoders.{name.removesuffix('.weight')}.diff": torch.ones(layer.weight.shape)}
+    hook.lora = None
+    hooked = set_hooks(lab, clip, hooks)
     with pytest.raises(HooklineError, match=rf"{name}.*holds torch.uint8 codes"):
         encode(hooked)
