@@ -29,7 +29,7 @@ def compiled(model: Any) -> Any:
     return model
 
 
-def test_r106_switching_sets_and_strengths_recompiles_nothing(lab: Any) -> None:
+def test_r12_r106_switching_sets_and_strengths_recompiles_nothing(lab: Any) -> None:
     model = lab.model()
     runs = [(lab.inverted, 1.0), (lab.slanted, 0.5), (None, 0.0), (lab.inverted, 0.3), (lab.slanted, 1.0)] * 2
     conds, expected = [], []

@@ -58,7 +58,7 @@ def group(weights: dict[str, Tensor], strength: float) -> host.HookGroup:
 
 @pytest.mark.parametrize("strength", [1.0, 0.5])
 @pytest.mark.parametrize("kind", ["oft", "boft", "loha", "dora"])
-def test_side_path_is_the_stock_loader(lab: Any, kind: str, strength: float) -> None:
+def test_c42_side_path_is_the_stock_loader(lab: Any, kind: str, strength: float) -> None:
     import comfy.sd
 
     model, weights = lab.model(), tensors(lab, kind)

@@ -248,7 +248,7 @@ def test_r27_c09_a_hundred_swaps(lab: Any) -> None:
 
 
 @pytest.mark.parametrize("path", ["merged", "auto"])
-def test_pre_quant_scale(lab: Any, path: str) -> None:
+def test_c46_pre_quant_scale(lab: Any, path: str) -> None:
     """The layer multiplies its input by `pre_quant_scale`; a LoRA is made for what the layer computes."""
     name, tensors = "double_blocks.0.img_attn.proj", dict(float_tensors())
     smoothing = torch.rand(256, generator=torch.Generator().manual_seed(3)) + 0.5

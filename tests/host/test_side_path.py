@@ -82,7 +82,7 @@ def test_side_path_is_the_stock_loader_within_rounding(lab: Any, strength: float
     assert_close(out, lab.sample(lab.stock_lora(model, lab.slanted, strength), lab.cond(1), lab.cond(2)))
 
 
-def test_r16_r24_all_loras_of_a_group_act_and_are_joined_along_rank(lab: Any) -> None:
+def test_r16_r24_s7_all_loras_of_a_group_act_and_are_joined_along_rank(lab: Any) -> None:
     """Three LoRAs of their own strengths: one pair of factors per layer, not three."""
     strengths = {lab.inverted: 0.5, lab.slanted: 0.3, lab.bold_next: -0.2}
     model, hooks = lab.model(), combine(*(lab.hooks(name, s) for name, s in strengths.items()))
@@ -95,6 +95,25 @@ def test_r16_r24_all_loras_of_a_group_act_and_are_joined_along_rank(lab: Any) ->
     (entry,) = hooked.state.entries[1:]
     assert {len(part.pieces) for part in entry.set.by_layer.values()} == {1}
     assert next(iter(entry.set.by_layer.values())).pieces[0].ranks == (8, 8, 8)
+
+
+def test_c43_one_lora_at_several_strengths_in_one_forward(lab: Any) -> None:
+    """The same hook object cloned, so the factors are the same tensors: strengths must not be written onto them."""
+    (hook,) = made_up(lab, 1).hooks
+    strengths = (1.0, 0.0, -0.5)
+    groups = []
+    for strength in strengths:
+        copy = hook.clone()
+        copy.weights, copy._strength_model = hook.weights, strength
+        groups.append(host.HookGroup())
+        groups[-1].add(copy)
+    positive = [c for i, group in enumerate(groups) for c in lab.cond(i, hooks=group)]
+    hooked = side(lab.model())
+    out = lab.sample(hooked, positive, lab.cond(50))
+    assert hooked.state.report.forwards == 3
+    assert sorted(entry.strengths for entry in hooked.state.entries[1:]) == [(-0.5,), (1.0,)]
+    assert len({id(entry.set) for entry in hooked.state.entries[1:]}) == 1
+    assert_close(out, lab.sample(merged(lab.model()), positive, lab.cond(50)))
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -69,7 +69,7 @@ def test_mixed_rows_on_every_kind_of_layer(name: str, dtype: torch.dtype) -> Non
         assert (out[row : row + 1].double() - expected).abs().max() <= tolerance * expected.abs().max(), row
 
 
-def test_slices_and_offsets() -> None:
+def test_c44_slices_and_offsets() -> None:
     model = nn.ModuleDict({"qkv": nn.Linear(8, 18)}).requires_grad_(False)
     q, v, bias = lora(1, 6, 8), lora(2, 6, 8), rnd(18)
     keyed = {
