@@ -330,7 +330,13 @@ class HookModelPatcher(host.ModelPatcher):
             self.state.report.note(f"one forward per set of hooks: {reason}")
 
     def give_up_layers(self, paths: set[str]) -> None:
-        """These layers are not reached by forward hooks; what acts on them is merged from now on."""
+        """These layers are not reached by forward hooks; what acts on them is merged from now on.
+
+        Raises:
+            HooklineError: this was known already, and they were to be reached all the same.
+        """
+        if paths <= self.state.unreachable:
+            raise HooklineError(f"the model does not call {', '.join(sorted(paths))}, which hooks act on")
         self.state.unreachable |= paths
         self.state.plans = {}
         self.state.report.groups = {}

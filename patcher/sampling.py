@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import host
+from ..errors import HooklineError
 from .plan import RunReport
 from .side_path import RowPlan, Rows, RowsDiffer
 from .state import ModelState
@@ -60,6 +61,8 @@ def calc_cond_batch(
         try:
             return executor(model, _marked(patcher, conds), x, timestep, model_options)
         except RowsDiffer as reason:
+            if patcher.isolated:
+                raise HooklineError(f"rows with different hooks can't be told apart: {reason}") from reason
             patcher.isolate(str(reason))
         except LayersMissed as missed:
             patcher.give_up_layers(missed.paths)

@@ -423,3 +423,16 @@ def test_detach_frees_bank_and_cache(lab: Any) -> None:
     assert len(hooked.state.bank.sets) == 1
     hooked.detach()
     assert len(hooked.state.bank.sets) == 0 and hooked.state.cache.bytes == 0
+
+
+def test_layers_known_to_be_out_of_reach_end_the_run_in_words(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever asks for them again, the step is not computed over and over."""
+    hooked = side(lab.model())
+    monkeypatch.setattr(RowPlan, "missed", lambda self: {"diffusion_model.nowhere"})
+    conds = lab.cond(1, hooks=made_up(lab, 1)), lab.cond(2)
+    snapshot = lab.Snapshot(hooked.model)
+    with pytest.raises(HooklineError, match="does not call diffusion_model.nowhere"):
+        lab.sample(hooked, *conds)
+    snapshot.check()
+    monkeypatch.undo()
+    lab.sample(hooked, *conds)
