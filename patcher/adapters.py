@@ -32,11 +32,20 @@ class LowRank:
 
 @dataclass(frozen=True)
 class Kronecker:
-    """A weight difference kron(first [a, b], second [c, d, ...]) of a layer with a * c outputs and b * d inputs."""
+    """A weight difference kron(first [a, b], second [c, d, ...]) with a * c outputs and b * d inputs.
+
+    A difference that is no product of smaller ones is kron([[1]], difference). `function` rearranges its rows;
+    `out_gain` and `in_gain` multiply the result's outputs (after that) and inputs.
+    """
 
     first: Tensor
     second: Tensor
-    scale: float
+    scale: float = 1.0
+    out_slice: tuple[int, int] | None = None
+    in_slice: tuple[int, int] | None = None
+    function: Callable[[Tensor], Tensor] | None = None
+    out_gain: Tensor | None = None
+    in_gain: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -48,30 +57,33 @@ class Offset:
 
 @dataclass(frozen=True)
 class OutputGain:
-    """A factor [out] by which the layer's own output, without its bias, is added once more."""
+    """A factor [out] by which the output so far, without bias, is added once more."""
 
     gain: Tensor
 
 
 @dataclass(frozen=True)
 class InputGain:
-    """A factor [in] by which the layer's input is added once more before the layer itself sees it."""
+    """A factor [in] by which the layer's input is added once more for the layer itself and all before this."""
 
     gain: Tensor
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """Turns the layer's own output, without its bias, block by block: `blocks` [stages, out / b, b, b].
+    """Turns the output so far, without bias, block by block: `blocks` [stages, out / b, b, b].
 
     With `butterfly` the outputs are regrouped at each stage (BOFT), else blocks are of neighbours (OFT, one stage).
-    `rescale` [out] multiplies the result. `factor` is part of the strength, in which this kind is not linear.
+    `rescale` [out] multiplies the result, `function` rearranges what is added. `factor` is part of the strength, in
+    which this kind is not linear.
     """
 
     blocks: Tensor
     butterfly: bool
     rescale: Tensor | None = None
     factor: float = 1.0
+    out_slice: tuple[int, int] | None = None
+    function: Callable[[Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -83,8 +95,19 @@ class Affine:
 
 Additive = LowRank | Kronecker | Offset | OutputGain | InputGain | Rotation | Affine
 
-FIRST_ONLY = (OutputGain, InputGain, Rotation)
-"""Kinds that act on the layer as it is, so not on top of another patch."""
+MULTIPLIERS = (OutputGain, InputGain, Rotation)
+"""Kinds that act on the layer as the patches before them leave it."""
+
+
+@dataclass(frozen=True)
+class OnTop:
+    """A patch whose form depends on the weight as the patches before it leave it, at their strengths.
+
+    `forms(strengths)` gives it; `owners` are the LoRAs before it.
+    """
+
+    forms: Callable[[tuple[float, ...]], list[Additive]]
+    owners: tuple[int, ...]
 
 
 def scaled(form: Additive, factor: float) -> Additive:
@@ -99,8 +122,8 @@ def scaled(form: Additive, factor: float) -> Additive:
     return replace(form, **{name: getattr(form, name) * factor})
 
 
-Form = tuple[LowRank, Tensor | None]
-"""The low-rank factors of an adapter, and the magnitudes if it is a DoRA."""
+Form = tuple[LowRank | Kronecker | Rotation, Tensor | None]
+"""What an adapter adds, and the magnitudes if it is a DoRA."""
 
 
 class NotAdditive(ValueError):
@@ -112,39 +135,60 @@ def additive(
 ) -> list[Additive]:
     """The additive forms of `patch` for the parameter `name` ("weight" or "bias") of logical `shape`.
 
-    `base()` gives the parameter in float32, for kinds that need it; `offset` is (dim, start, length) of a slice.
+    `base()` gives the parameter in float32 as the patches before this one leave it, for kinds that need it; `offset`
+    is (dim, start, length) of a slice, `function` rearranges or scales rows of the difference.
 
     Raises:
         NotAdditive: there is no such form, or the patch does not fit the shape.
     """
     if isinstance(patch, tuple):
         return [_difference(patch, name, shape, offset, function)]
+    kind = getattr(patch, "name", None)
+    if kind not in _FORMS or name != "weight" or len(shape) < 2:
+        raise NotAdditive(f"{kind or type(patch).__name__} on a {name} of {len(shape)} dimensions")
+    part = shape
     if offset is not None:
-        shape = torch.Size([offset[2] if dim == offset[0] else size for dim, size in enumerate(shape)])
-    if getattr(patch, "name", None) == "lokr":
-        return [_lokr(patch, name, shape, sliced=offset is not None or function is not None)]
-    if getattr(patch, "name", None) in ("oft", "boft") and name == "weight":
-        return [_rotation(patch, shape, sliced=offset is not None or function is not None)]
-    if getattr(patch, "name", None) == "loha" and name == "weight" and offset is None and function is None:
-        dense = _dense_loha(patch.weights, shape)
-        if dense is not None:
-            return [dense]
-    make = _FORMS.get(getattr(patch, "name", None))
-    if make is None or name != "weight" or len(shape) < 2:
-        raise NotAdditive(f"{getattr(patch, 'name', type(patch).__name__)} on a {name} of {len(shape)} dimensions")
-    form, magnitude = make(patch.weights, shape, base)
-    if form.down.shape[1:] != shape[1:] or form.up.shape[0] != shape[0] or form.down.shape[0] != form.up.shape[1]:
-        raise NotAdditive(f"factors {tuple(form.up.shape)} and {tuple(form.down.shape)} do not fit {tuple(shape)}")
-    if magnitude is not None:
-        if offset is not None or function is not None:
-            raise NotAdditive("DoRA on a slice or with a row function")
-        return _dora(form, magnitude, base())
+        part = torch.Size([offset[2] if dim == offset[0] else size for dim, size in enumerate(shape)])
+
+    def weight() -> Tensor:
+        return base() if offset is None else base().narrow(*offset)
+
+    form, magnitude = _FORMS[kind](patch.weights, part, weight)
+    if _shape_of(form) != tuple(part[: 1 if isinstance(form, Rotation) else None]):
+        raise NotAdditive(f"a {kind} difference of {_shape_of(form)} does not fit {tuple(part)}")
     if function is not None:
-        form = _with_row_function(form, function)
-    if offset is not None:
-        part = {0: "out_slice", 1: "in_slice"}[offset[0]]
-        form = replace(form, **{part: (offset[1], offset[2])})
-    return [form]
+        form = _with_row_function(form, function, part[0])
+    forms = [form] if magnitude is None else _dora(form, magnitude, weight())
+    return forms if offset is None else [_placed(form, shape, *offset) for form in forms]
+
+
+def _shape_of(form: LowRank | Kronecker | Rotation) -> tuple[int, ...]:
+    if isinstance(form, LowRank):
+        return (form.up.shape[0], *form.down.shape[1:])
+    if isinstance(form, Kronecker):
+        first, second = form.first.shape, form.second.shape
+        return (first[0] * second[0], first[1] * second[1], *second[2:])
+    return (form.blocks.shape[1] * form.blocks.shape[2],)
+
+
+def difference(form: LowRank | Kronecker) -> Tensor:
+    """The weight difference that a form stands for, float32."""
+    if isinstance(form, LowRank):
+        return form.scale * (form.up.float() @ form.down.float().flatten(1)).view(_shape_of(form))
+    first = form.first.float().view(*form.first.shape, *[1] * (form.second.dim() - 2))
+    product = form.scale * torch.kron(first, form.second.float().contiguous())
+    return product if form.function is None else form.function(product)
+
+
+def _placed(form: Additive, shape: torch.Size, dim: int, start: int, length: int) -> Additive:
+    """The form of a slice of the weight as one of the whole layer."""
+    if isinstance(form, (LowRank, Kronecker)):
+        return replace(form, **{("out_slice", "in_slice")[dim]: (start, length)})
+    if isinstance(form, Rotation) and dim == 0:
+        return replace(form, out_slice=(start, length))
+    if isinstance(form, (OutputGain, InputGain)[dim]):
+        return replace(form, gain=torch.nn.functional.pad(form.gain, (start, shape[dim] - start - length)))
+    raise NotAdditive("a change of outputs for a slice of inputs, or the other way round")
 
 
 def _difference(patch: tuple, name: str, shape: torch.Size, offset: Any, function: Any) -> Additive:
@@ -155,36 +199,45 @@ def _difference(patch: tuple, name: str, shape: torch.Size, offset: Any, functio
     return Offset(patch[1][0].float()) if name == "bias" else Affine(patch[1][0].float())
 
 
-def _dora(form: LowRank, magnitude: Tensor, weight: Tensor) -> list[Additive]:
-    """DoRA (arXiv 2402.09353): W becomes W + s (g (W + BA) - W), with one g = magnitude / norm per output or input.
+def _dora(form: LowRank | Kronecker | Rotation, magnitude: Tensor, weight: Tensor) -> list[Additive]:
+    """DoRA (arXiv 2402.09353): W becomes W + s (g (W + D) - W), with one g = magnitude / norm per output or input.
 
     Norms as in ComfyUI's loader (`weight_decompose` in `comfy.weight_adapter.base`): per output that of the base
     weight, per input that of the sum.
     """
+    if isinstance(form, Rotation):
+        raise NotAdditive("OFT or BOFT with DoRA")
     out, inner = weight.shape[:2]
     eps = torch.finfo(torch.float32).eps
     if magnitude.shape[0] == out == magnitude.numel():
-        gain = magnitude.float().reshape(out) / (weight.flatten(1).norm(dim=1) + eps)
-        return [OutputGain(gain - 1), replace(form, up=form.up.float() * gain[:, None])]
+        gain = magnitude.float().reshape(out).to(weight.device) / (weight.flatten(1).norm(dim=1) + eps)
+        if isinstance(form, Kronecker):
+            return [OutputGain(gain - 1), replace(form, out_gain=gain)]
+        return [OutputGain(gain - 1), replace(form, up=form.up.float().to(gain.device) * gain[:, None])]
     if magnitude.numel() != inner:
         raise NotAdditive(f"DoRA magnitudes {tuple(magnitude.shape)} for {out} outputs and {inner} inputs")
-    changed = weight.flatten(1) + form.scale * (form.up.float() @ form.down.float().flatten(1))
-    norm = changed.view(out, inner, -1).transpose(0, 1).flatten(1).norm(dim=1)
-    gain = magnitude.float().reshape(inner) / (norm + eps)
-    down = form.down.float() * gain.view(1, -1, *[1] * (form.down.dim() - 2))
+    norm = (weight + difference(form).to(weight.device)).transpose(0, 1).flatten(1).norm(dim=1)
+    gain = magnitude.float().reshape(inner).to(weight.device) / (norm + eps)
+    if isinstance(form, Kronecker):
+        return [InputGain(gain - 1), replace(form, in_gain=gain)]
+    down = form.down.float().to(gain.device) * gain.view(1, -1, *[1] * (form.down.dim() - 2))
     return [InputGain(gain - 1), replace(form, down=down)]
 
 
 _KIND_NAMES = {"diff": "dense difference", "set": "replacement", "model_as_lora": "difference to another model"}
 
 
-def _with_row_function(form: LowRank, function: Callable[[Tensor], Tensor]) -> LowRank:
-    """A function of the weight difference as one of its factor, if it only rearranges or scales rows."""
-    probe = torch.randn(form.down.shape[0], 3, generator=torch.Generator().manual_seed(0))
-    up = form.up.float()
-    if not torch.allclose(function(up @ probe), function(up.clone()) @ probe, rtol=1e-4, atol=1e-5):
+def _with_row_function(
+    form: LowRank | Kronecker | Rotation, function: Callable[[Tensor], Tensor], rows: int
+) -> LowRank | Kronecker | Rotation:
+    """The form of a function of the weight difference, if that only rearranges or scales rows."""
+    random = torch.Generator().manual_seed(0)
+    left, right = torch.randn(rows, 5, generator=random), torch.randn(5, 3, generator=random)
+    if not torch.allclose(function(left @ right), function(left.clone()) @ right, rtol=1e-4, atol=1e-5):
         raise NotAdditive("a function of the weight that does not act on rows alone")
-    return replace(form, up=function(up.clone()))
+    if isinstance(form, LowRank):
+        return replace(form, up=function(form.up.float().clone()))
+    return replace(form, function=function)
 
 
 def _scale(alpha: float | None, rank: int) -> float:
@@ -199,20 +252,29 @@ def _lora(weights: tuple, shape: torch.Size, base: Callable[[], Tensor]) -> Form
     rank = down.shape[0]
     if mid is not None:
         # Core [r, r, kh, kw] over the inputs' factor [r, in, 1, 1] is one kernel [r, in, kh, kw].
-        down = torch.einsum("rskl,si->rikl", mid.float(), down.float().flatten(1))
+        down = torch.einsum("rs...,si->ri...", mid.float(), down.float().flatten(1))
     elif down.dim() != len(shape):
         down = down.reshape(down.shape[0], *shape[1:]) if down[0].numel() == shape[1:].numel() else down
+    if up.shape[1] != down.shape[0]:
+        raise NotAdditive(f"factors {tuple(up.shape)} and {tuple(down.shape)} of different ranks")
     return LowRank(down, up.flatten(1), _scale(alpha, rank)), dora
 
 
 def _loha(weights: tuple, shape: torch.Size, base: Callable[[], Tensor]) -> Form:
-    """LoHa (arXiv 2108.06098): (a1 b1) * (a2 b2) has the products of the factors' columns as factors, of rank r1 r2."""
+    """LoHa (arXiv 2108.06098): (a1 b1) * (a2 b2) has the products of the factors' columns as factors, of rank r1 r2.
+
+    Where that rank is too high to pay, it is one whole difference.
+    """
     (a1, b1), (a2, b2) = _loha_factors(weights)
+    scale, dora = _scale(weights[2], weights[1].shape[0]), weights[7]
+    if a1.shape[0] != shape[0] or b1[0].numel() != shape[1:].numel():
+        raise NotAdditive(f"factors {tuple(a1.shape)} and {tuple(b1.shape)} do not fit {tuple(shape)}")
+    if a1.shape[1] * a2.shape[1] > min(shape[0], shape[1:].numel()) / 4:
+        whole = (a1 @ b1.flatten(1)) * (a2 @ b2.flatten(1))
+        return Kronecker(torch.ones(1, 1), whole.reshape(shape), scale), dora
     up = (a1[:, :, None] * a2[:, None, :]).flatten(1)
     down = (b1[:, None] * b2[None]).flatten(0, 1)
-    if down[0].numel() != shape[1:].numel():
-        raise NotAdditive(f"factors {tuple(up.shape)} and {tuple(down.shape)} do not fit {tuple(shape)}")
-    return LowRank(down.reshape(down.shape[0], *shape[1:]), up, _scale(weights[2], weights[1].shape[0])), weights[7]
+    return LowRank(down.reshape(down.shape[0], *shape[1:]), up, scale), dora
 
 
 def _loha_factors(weights: tuple) -> list[tuple[Tensor, Tensor]]:
@@ -224,69 +286,72 @@ def _loha_factors(weights: tuple) -> list[tuple[Tensor, Tensor]]:
     return [(a.t(), torch.einsum("ij...,jr->ir...", core, b)) for a, core, b in ((a1, t1, b1), (a2, t2, b2))]
 
 
-def _dense_loha(weights: tuple, shape: torch.Size) -> Kronecker | None:
-    """A LoHa as the whole difference where its rank is too high to pay; a Kronecker product with 1."""
-    if weights[7] is not None:
-        return None
-    (a1, b1), (a2, b2) = _loha_factors(weights)
-    if a1.shape[1] * a2.shape[1] <= min(shape[0], shape[1:].numel()) / 4:
-        return None
-    difference = (a1 @ b1.flatten(1)) * (a2 @ b2.flatten(1))
-    if difference.numel() != shape.numel():
-        raise NotAdditive(f"a difference of shape {tuple(difference.shape)} does not fit {tuple(shape)}")
-    return Kronecker(torch.ones(1, 1), difference.reshape(shape), _scale(weights[2], weights[1].shape[0]))
+def _oft(weights: tuple, shape: torch.Size, base: Callable[[], Tensor]) -> Form:
+    """OFT (arXiv 2306.07280): Cayley's rotation of a skew matrix per block [k, b, b].
 
-
-def _rotation(patch: Any, shape: torch.Size, sliced: bool) -> Rotation:
-    """OFT (arXiv 2306.07280) and BOFT (arXiv 2311.06243): Cayley's rotations of a skew matrix per block.
-
-    OFT's strength enters squared, as in ComfyUI's loader (`comfy.weight_adapter.oft`), which reads no rescale either.
+    The strength enters squared, as in ComfyUI's loader (`comfy.weight_adapter.oft`), which reads no rescale either.
     """
-    blocks, rescale, alpha, dora = patch.weights[:4]
-    butterfly = patch.name == "boft"
-    if dora is not None or sliced or (rescale is not None and not butterfly):
-        raise NotAdditive(f"{patch.name.upper()} with DoRA or rescaling, on a slice or with a row function")
-    if blocks.dim() != 3 + butterfly or blocks.shape[-3] * blocks.shape[-1] != shape[0]:
-        raise NotAdditive(f"{patch.name.upper()} blocks {tuple(blocks.shape)} do not turn {shape[0]} outputs")
+    blocks, rescale, alpha, dora = weights[:4]
+    if rescale is not None:
+        raise NotAdditive("OFT with rescaling")
+    return Rotation(_cayley(blocks, 3, alpha).transpose(-1, -2)[None], butterfly=False), dora
+
+
+def _boft(weights: tuple, shape: torch.Size, base: Callable[[], Tensor]) -> Form:
+    """BOFT (arXiv 2311.06243): stages of rotations [stages, k, b, b]."""
+    blocks, rescale, alpha, dora = weights[:4]
+    rescale = None if rescale is None else rescale.float().flatten()
+    return Rotation(_cayley(blocks, 4, alpha), butterfly=True, rescale=rescale), dora
+
+
+def _cayley(blocks: Tensor, dimensions: int, constraint: float | None) -> Tensor:
+    if blocks.dim() != dimensions:
+        raise NotAdditive(f"rotation blocks {tuple(blocks.shape)}")
     skew = blocks.float() - blocks.float().transpose(-1, -2)
-    if alpha is not None and 0 < alpha < (norm := float(skew.norm() + 1e-8)):
-        skew = skew * (alpha / norm)
+    if constraint is not None and 0 < constraint < (norm := float(skew.norm() + 1e-8)):
+        skew = skew * (constraint / norm)
     one = torch.eye(skew.shape[-1], device=skew.device)
-    turned = (one + skew) @ (one - skew).inverse()
-    turned = turned if butterfly else turned.transpose(-1, -2)[None]
-    return Rotation(turned, butterfly, None if rescale is None else rescale.float().flatten())
+    return (one + skew) @ (one - skew).inverse()
 
 
-def _lokr(patch: Any, name: str, shape: torch.Size, sliced: bool) -> Kronecker:
+def _lokr(weights: tuple, shape: torch.Size, base: Callable[[], Tensor]) -> Form:
     """LoKr (arXiv 2309.14859), with whole or low-rank factors, and LyCORIS's Tucker core in the second."""
-    w1, w2, alpha, w1_a, w1_b, w2_a, w2_b, t2, dora = patch.weights[:9]
-    if dora is not None or sliced or name != "weight":
-        raise NotAdditive("LoKr with DoRA, on a slice or with a row function")
+    w1, w2, alpha, w1_a, w1_b, w2_a, w2_b, t2, dora = weights[:9]
     rank = None
     if w1 is None:
         w1, rank = w1_a.float() @ w1_b.float(), w1_b.shape[0]
     if w2 is None and t2 is None:
         w2, rank = w2_a.float() @ w2_b.float(), w2_b.shape[0]
     elif w2 is None:
-        w2, rank = torch.einsum("ijkl,jr,ip->prkl", t2.float(), w2_b.float(), w2_a.float()), w2_b.shape[0]
-    scale = 1.0 if alpha is None or rank is None else alpha / rank
-    product = (w1.shape[0] * w2.shape[0], w1.shape[1] * w2.shape[1], *w2.shape[2:])
-    if product != tuple(shape):
-        raise NotAdditive(f"factors {tuple(w1.shape)} and {tuple(w2.shape)} do not make {tuple(shape)}")
-    return Kronecker(w1, w2, scale)
+        w2, rank = torch.einsum("ij...,jr,ip->pr...", t2.float(), w2_b.float(), w2_a.float()), w2_b.shape[0]
+    if w2.shape[1:].numel() % shape[2:].numel():
+        raise NotAdditive(f"factor {tuple(w2.shape)} does not fit {tuple(shape)}")
+    return Kronecker(w1, w2.reshape(w2.shape[0], -1, *shape[2:]), 1.0 if rank is None else _scale(alpha, rank)), dora
 
 
 def _glora(weights: tuple, shape: torch.Size, base: Callable[[], Tensor]) -> Form:
-    """GLoRA (arXiv 2306.07967) on a Linear: W a1 a2 + b1 b2; the first needs the base weight, once."""
-    a1, a2, b1, b2, alpha, dora = weights[:6]
-    if dora is not None or len(shape) != 2 or a1.shape[0] != shape[1] or b1.shape[0] != shape[0]:
-        raise NotAdditive("GLoRA with DoRA, in its old layout, or on a convolution")
-    up = torch.cat([base() @ a1.float(), b1.float()], dim=1)
-    return LowRank(torch.cat([a2.float(), b2.float()]), up, _scale(alpha, a2.shape[0])), None
+    """GLoRA (arXiv 2306.07967): W a1 a2 + b1 b2, over the channels of a convolution's W; needs the base weight."""
+    a1, a2, b1, b2 = (factor.float().flatten(1) for factor in weights[:4])
+    alpha, dora = weights[4:6]
+    if not (a1.shape[0] == a2.shape[1] == shape[1] and a1.shape[1] == a2.shape[0]):
+        # LyCORIS's first layout.
+        a1, a2, b1, b2 = a2, a1, b2, b1
+    fits = a1.shape[0] == a2.shape[1] == shape[1] and a1.shape[1] == a2.shape[0]
+    if not fits or b1.shape[0] != shape[0] or b2.shape[1] != shape[1:].numel() or b1.shape[1] != b2.shape[0]:
+        raise NotAdditive(f"factors {[tuple(factor.shape) for factor in weights[:4]]} do not fit {tuple(shape)}")
+    weight, scale = base(), _scale(alpha, a2.shape[0])
+    a1, a2, b1, b2 = (factor.to(weight.device) for factor in (a1, a2, b1, b2))
+    if len(shape) == 2:
+        return LowRank(torch.cat([a2, b2]), torch.cat([weight @ a1, b1], dim=1), scale), dora
+    whole = torch.einsum("oi...,ij->oj...", weight, a1 @ a2) + (b1 @ b2).view(shape)
+    return Kronecker(torch.ones(1, 1, device=whole.device), whole, scale), dora
 
 
 _FORMS: dict[str | None, Callable[[tuple, torch.Size, Callable[[], Tensor]], Form]] = {
     "lora": _lora,
     "loha": _loha,
+    "lokr": _lokr,
+    "oft": _oft,
+    "boft": _boft,
     "glora": _glora,
 }

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .. import host
 from ..errors import HooklineError
-from .storage import storing, warn_once
+from .storage import float_weight, smoothing, storing, warn_once
 
 Patch = tuple[float, Any, float, Any, Any]
 """(strength, patch, strength of the base, offset, row function), as the host's `calculate_weight` takes it."""
@@ -101,17 +101,7 @@ def _merge(module: nn.Module, name: str, base: Tensor, patches: list[Patch], key
 
     In the base's own format, or in its logical dtype (`as_float`).
     """
-    weight = base.to(torch.float32, copy=True)
-    convert = getattr(module, f"convert_{name}", None)
-    if convert is not None:
-        weight = convert(weight, inplace=True)
-    elif isinstance(weight, host.QuantizedTensor):
-        weight = weight.dequantize()
-    smoothing = getattr(module, "pre_quant_scale", None) if name == "weight" else None
-    if smoothing is not None:
-        # The layer multiplies its input by it: a LoRA is made for the product, and so is every formula.
-        smoothing = smoothing.to(weight)
-        weight *= smoothing
+    weight = float_weight(module, name, base)
     shape = weight.shape
     originals = (
         {key: [(weight.clone(), lambda w, **_: w)]} if any(_needs_original(patch[1]) for patch in patches) else None
@@ -119,8 +109,8 @@ def _merge(module: nn.Module, name: str, base: Tensor, patches: list[Patch], key
     weight = host.calculate_weight(patches, weight, key, original_weights=originals)
     if weight.shape != shape:
         raise HooklineError(f"{key}: the LoRA would change its shape from {tuple(shape)} to {tuple(weight.shape)}")
-    if smoothing is not None:
-        weight /= smoothing
+    if (scale := smoothing(module, name)) is not None:
+        weight /= scale.to(weight)
     if not torch.isfinite(weight).all():
         raise HooklineError(f"{key}: the merged weight is not finite")
     if as_float:

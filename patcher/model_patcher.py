@@ -26,6 +26,7 @@ from .plan import Plan
 from .side_path import Entry, RowPlan
 from .side_path import build as build_side
 from .state import KnownHook, ModelState
+from .storage import float_weight
 
 KEY = "hookline"
 """Our key in wrapper, callback and injection registries."""
@@ -277,14 +278,22 @@ class HookModelPatcher(host.ModelPatcher):
         if missed:
             return self._must_merge(f"the model never calls {', '.join(missed[:3])}{' ...' if missed[3:] else ''}")
         key = ("side path", *(known.digest for known, _ in active))
-        side_set = state.cache.get(key)
+        side_set = state.cache.get(key) or state.cache.get((self.patches_uuid, *key))
         if side_set is None:
             try:
-                side_set = build_side(self.model, patches, self._compute_dtype())
+                side_set = build_side(self.model, patches, self._compute_dtype(), self._base_weight)
             except NotAdditive as reason:
                 return self._must_merge(str(reason))
+            key = (self.patches_uuid, *key) if side_set.depends_on_weights else key
             state.cache.put(key, side_set, self.load_device)
         return Plan(side_set, "added beside the layers, no weight is touched")
+
+    def _base_weight(self, module: nn.Module, key: str) -> Tensor:
+        """The weight without hooks in float32, whether or not the loader has merged its own patches by now."""
+        name = key.rpartition(".")[2]
+        current = module._parameters[name]
+        weight = self.backup[key].weight.to(current.device) if key in self.backup else current
+        return host.calculate_weight(self.patches.get(key, []), float_weight(module, name, weight), key)
 
     def _is_compiled(self) -> bool:
         wrapped = "torch.compile" in self.wrappers.get(WrappersMP.APPLY_MODEL, {})

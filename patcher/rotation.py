@@ -14,11 +14,12 @@ class Turning(nn.Module):
     def __init__(self, rotation: Rotation) -> None:
         super().__init__()
         self.butterfly, self.factor = rotation.butterfly, rotation.factor
+        self.out_slice, self.function = rotation.out_slice, rotation.function
         self.register_buffer("blocks", rotation.blocks)
         self.register_buffer("rescale", rotation.rescale)
 
     def difference(self, own: Tensor, strength: float) -> Tensor:
-        """What is added to the layer's output without bias, `own` [..., out]."""
+        """What is added to the output so far without bias, `own` [..., out]; the strength of OFT enters squared."""
         strength *= self.factor
         blocks = self.blocks.to(own)
         if not self.butterfly:

@@ -6,7 +6,7 @@ rows of the batch use which set, and how strongly. Forward hooks on the layers a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import host
-from .adapters import FIRST_ONLY, Additive, NotAdditive, additive, scaled
+from .adapters import Additive, NotAdditive, OnTop, additive, scaled
 from .layer_part import LayerPart, convolution_of
+from .storage import float_weight, gguf_type
 
 
 class RowsDiffer(Exception):
@@ -34,7 +35,11 @@ class SideSet(nn.Module):
 
     @property
     def scales_inputs(self) -> bool:
-        return any(part.input_gains for part in self.parts)
+        return any(part.scales_input for part in self.parts)
+
+    @property
+    def depends_on_weights(self) -> bool:
+        return bool(self._originals)
 
     @property
     def bytes(self) -> int:
@@ -49,48 +54,83 @@ class SideSet(nn.Module):
         return all(module._parameters.get("weight") is weight for module, weight in self._originals.items())
 
 
-def build(model: nn.Module, patches: list[dict[str, list[tuple]]], dtype: torch.dtype) -> SideSet:
+class _Dependent(Exception):
+    """A patch's form depends on the weight."""
+
+
+def build(
+    model: nn.Module,
+    patches: list[dict[str, list[tuple]]],
+    dtype: torch.dtype,
+    base: Callable[[nn.Module, str], Tensor] = lambda module, key: float_weight(module, "weight", module.weight),
+) -> SideSet:
     """The set of LoRAs given as {weight key: [(factor, patch, strength of the base, offset, function)]} each.
 
-    A factor scales its patch for good (block weights); strengths are for each call to say.
+    A factor scales its patch for good (block weights); strengths are for each call to say. `base(module, key)` is the
+    weight without hooks in float32, for patches whose form depends on it.
 
     Raises:
         NotAdditive: some patch has no additive form on its layer; says which and why.
     """
-    layers: dict[str, list[tuple[int, Additive]]] = {}
+    layers: dict[str, list[tuple[int, Additive | OnTop]]] = {}
     originals: dict[nn.Module, Any] = {}
+    merges: dict[str, list[tuple]] = {}
     for owner, keyed in enumerate(patches):
         for key, key_patches in keyed.items():
-            path, _, name = key.rpartition(".")
+            path = key.rpartition(".")[0]
             module = model.get_submodule(path)
             _check_layer(module, key)
-
-            def base(module: nn.Module = module) -> Tensor:
-                originals[module] = module._parameters["weight"]
-                weight = module.weight.to(torch.float32, copy=True)
-                convert = getattr(module, "convert_weight", None)
-                weight = weight if convert is None else convert(weight, inplace=True)
-                # The layer multiplies its input by it, after the point where the side path reads that input.
-                smoothing = getattr(module, "pre_quant_scale", None)
-                return weight if smoothing is None else weight * smoothing.to(weight)
-
             for factor, patch, _, offset, function in key_patches:
-                before = layers.setdefault(path, [])
+                before = merges.setdefault(key, [])
                 try:
-                    forms = additive(patch, name, module._parameters[name].shape, base, offset, function)
-                    forms = [scaled(form, factor) for form in forms]
-                    if before and any(isinstance(form, FIRST_ONLY) for form in forms):
-                        raise NotAdditive("DoRA, OFT or BOFT on top of another LoRA")
+                    forms = _forms(module, key, base, list(before), (factor, patch, offset, function), originals)
                 except NotAdditive as reason:
                     raise NotAdditive(f"{key}: {reason}") from None
-                before.extend((owner, form) for form in forms)
+                layers.setdefault(path, []).extend((owner, form) for form in forms)
+                before.append((owner, factor, patch, offset, function))
     return SideSet({path: LayerPart(parts, dtype) for path, parts in layers.items()}, originals)
+
+
+def _forms(
+    module: nn.Module,
+    key: str,
+    base: Callable[[nn.Module, str], Tensor],
+    before: list[tuple],
+    patch: tuple,
+    originals: dict[nn.Module, Any],
+) -> list[Additive | OnTop]:
+    """The forms of one patch (factor, patch, offset, function) after those `before` it on the same weight."""
+    factor, adapter, offset, function = patch
+    name = key.rpartition(".")[2]
+    shape = module._parameters[name].shape
+
+    def forms(weight: Callable[[], Tensor]) -> list[Additive]:
+        return [scaled(form, factor) for form in additive(adapter, name, shape, weight, offset, function)]
+
+    def dependent() -> Tensor:
+        raise _Dependent
+
+    try:
+        return forms(dependent)
+    except _Dependent:
+        originals[module] = module._parameters[name]
+    if gguf_type(originals[module]) is not None:
+        raise NotAdditive("it depends on the base weight, which is packed")
+    if not before:
+        return forms(lambda: base(module, key))
+
+    def on_top(strengths: tuple[float, ...]) -> list[Additive]:
+        earlier = [(f * strengths[owner], p, 1.0, place, rows) for owner, f, p, place, rows in before]
+        return forms(lambda: host.calculate_weight(earlier, base(module, key), key))
+
+    on_top((1.0,) * (1 + max(owner for owner, *_ in before)))
+    return [OnTop(on_top, tuple(owner for owner, *_ in before))]
 
 
 def _check_layer(module: nn.Module, key: str) -> None:
     weight = getattr(module, "weight", None)
     kind = f"{key}: a {type(module).__name__}"
-    if weight is None or isinstance(module, (nn.Embedding, nn.modules.conv._ConvTransposeNd)):
+    if weight is None or isinstance(module, nn.modules.conv._ConvTransposeNd):
         raise NotAdditive(kind)
     if weight.dim() == 1 and not isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
         raise NotAdditive(kind)
@@ -200,13 +240,13 @@ class Layers:
             if plan is None or not plan.scales_inputs:
                 return None
             x = arguments[0]
-            parts = [(rows, part, e.strengths) for rows, part, e in plan.parts(path, x.shape[0]) if part.input_gains]
+            parts = [(rows, part, e.strengths) for rows, part, e in plan.parts(path, x.shape[0]) if part.scales_input]
             if not parts:
                 return None
             self._inputs[path] = x
             changed = x.clone()
             for rows, part, strengths in parts:
-                part.scale_input(module, changed[rows], strengths)
+                changed[rows] = part.inputs(module, x[rows], strengths)[0][1]
             return (changed, *arguments[1:])
 
         return scale

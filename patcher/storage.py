@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .. import host
@@ -32,13 +33,39 @@ def storing(module: nn.Module, name: str, weight: Tensor, exact: bool) -> Storin
     """
     if isinstance(weight, host.QuantizedTensor):
         return _quantized(module, name, weight, exact)
-    # GGUF holds packed bytes, often in a read-only map; `shape` may be the logical one and `size()` the packed one.
-    packed = getattr(weight, "tensor_type", None)
-    if packed is not None and getattr(packed, "name", str(packed)) not in PLAIN_GGUF:
-        return Storing(refusal=f"the weight is packed GGUF data ({getattr(packed, 'name', packed)}); use the side path")
+    packed = gguf_type(weight)
+    if packed is not None:
+        return Storing(refusal=f"the weight is packed GGUF data ({packed}); use the side path")
     if not weight.dtype.is_floating_point:
         return Storing(refusal=f"the weight holds {weight.dtype} codes, not numbers; use the side path")
     return Storing()
+
+
+def gguf_type(weight: Tensor) -> str | None:
+    """The kind of packed GGUF data in `weight`, or None: then it holds numbers or is a QuantizedTensor.
+
+    GGUF holds packed bytes, often in a read-only map; `shape` may be the logical one and `size()` the packed one.
+    """
+    packed = getattr(weight, "tensor_type", None)
+    name = getattr(packed, "name", str(packed))
+    return None if packed is None or name in PLAIN_GGUF else name
+
+
+def float_weight(module: nn.Module, name: str, value: Tensor) -> Tensor:
+    """`value`, the parameter `name` of `module`, in float32 as the layer uses it: what a LoRA is made for. A copy."""
+    weight = value.to(torch.float32, copy=True)
+    convert = getattr(module, f"convert_{name}", None)
+    if convert is not None:
+        weight = convert(weight, inplace=True)
+    elif isinstance(weight, host.QuantizedTensor):
+        weight = weight.dequantize()
+    scale = smoothing(module, name)
+    return weight if scale is None else weight.mul_(scale.to(weight))
+
+
+def smoothing(module: nn.Module, name: str) -> Tensor | None:
+    """What the layer multiplies its input by before the weight does (AWQ's `pre_quant_scale`)."""
+    return getattr(module, "pre_quant_scale", None) if name == "weight" else None
 
 
 def _quantized(module: nn.Module, name: str, weight: Any, exact: bool) -> Storing:

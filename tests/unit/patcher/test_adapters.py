@@ -229,12 +229,12 @@ def test_dora_per_input(shape: tuple[int, ...]) -> None:
         (("model_as_lora", (rnd(OUT, IN),)), "difference to another model"),
         (adapter("lora", rnd(OUT, 2), rnd(2, IN), None, None, rnd(1, 3), None), "DoRA magnitudes"),
         (adapter("lora", rnd(OUT, 2), rnd(2, IN), None, None, None, [96, IN]), "changes the weight's shape"),
-        (adapter("lora", rnd(OUT, 2), rnd(2, IN + 1), None, None, None, None), "do not fit"),
-        (adapter("lokr", rnd(4, 2), rnd(12, 21), None, None, None, None, None, None, None), "do not make"),
-        (adapter("lokr", rnd(4, 2), rnd(12, 20), None, None, None, None, None, None, rnd(OUT, 1)), "LoKr with DoRA"),
-        (adapter("oft", rnd(4, 4, 4), None, None, None), "do not turn"),
-        (adapter("oft", rnd(12, 4, 4), rnd(OUT), None, None), "OFT with DoRA or rescaling"),
-        (adapter("boft", rnd(1, 12, 4, 4), None, None, rnd(OUT, 1)), "BOFT with DoRA"),
+        (adapter("lora", rnd(OUT, 2), rnd(2, IN + 1), None, None, None, None), "does not fit"),
+        (adapter("lokr", rnd(4, 2), rnd(12, 21), None, None, None, None, None, None, None), "does not fit"),
+        (adapter("lora", rnd(OUT, 2), rnd(3, IN), None, None, None, None), "different ranks"),
+        (adapter("oft", rnd(4, 4, 4), None, None, None), "does not fit"),
+        (adapter("oft", rnd(12, 4, 4), rnd(OUT), None, None), "OFT with rescaling"),
+        (adapter("boft", rnd(1, 12, 4, 4), None, None, rnd(OUT, 1)), "OFT or BOFT with DoRA"),
     ],
 )
 def test_what_has_no_additive_form_says_why(patch: object, reason: str) -> None:
