@@ -193,11 +193,14 @@ class HookModelPatcher(host.ModelPatcher):
         with state.journal.swapped_in(self.merged_set(self.forced_hooks)):
             return encode()
 
-    def acts_on_packed_weights(self, hooks: HookGroup) -> bool:
-        """Whether a LoRA's target is not held as plain numbers of 16 bits or more: merging would round it again."""
+    def better_unmerged(self, hooks: HookGroup) -> bool:
+        """Whether a LoRA's target is not held as plain numbers of 16 bits or more, so that merging would round it
+        again, or a copy of all targets would take more than half of the free memory."""
         keys = {weight_key(key) for hook in weight_hooks(hooks) for key in self.known(hook).mapping.patches}
-        weights = (self.model.get_parameter(key) for key in keys)
-        return any(isinstance(w, host.QuantizedTensor) or w.element_size() == 1 for w in weights)
+        weights = [self.model.get_parameter(key) for key in keys]
+        if any(isinstance(weight, host.QuantizedTensor) or weight.element_size() == 1 for weight in weights):
+            return True
+        return sum(host.tensor_bytes(weight) for weight in weights) > host.free_memory(self.load_device) / 2
 
     def active(self, hooks: HookGroup | None, stepped: bool = True) -> list[tuple[KnownHook, float]]:
         """The LoRAs of a group that do something on this model now, with their strengths."""

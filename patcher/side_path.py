@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import host
-from .adapters import Additive, NotAdditive, OnTop, additive, scaled
+from .adapters import Additive, NotAdditive, OnTop, Rotation, additive, scaled
 from .layer_part import LayerPart, convolution_of
 from .storage import float_weight, gguf_type
 
@@ -105,7 +105,11 @@ def _forms(
     shape = module._parameters[name].shape
 
     def forms(weight: Callable[[], Tensor]) -> list[Additive]:
-        return [scaled(form, factor) for form in additive(adapter, name, shape, weight, offset, function)]
+        found = [scaled(form, factor) for form in additive(adapter, name, shape, weight, offset, function)]
+        turns = any(isinstance(form, Rotation) for form in found)
+        if isinstance(module, nn.Embedding) and (turns or offset is not None or function is not None):
+            raise NotAdditive("OFT or BOFT, a slice or a row function on an embedding")
+        return found
 
     def dependent() -> Tensor:
         raise _Dependent

@@ -1,4 +1,5 @@
-"""Hooks on a CLIP. Sets are merged, for an encoding has one set and is over in a moment, unless weights are packed."""
+"""Hooks on a CLIP. Sets are merged, for an encoding has one set and is over in a moment, unless that would round packed
+weights again or take much memory."""
 
 from __future__ import annotations
 
@@ -137,6 +138,6 @@ def hooked_clip(clip: Any, hooks: HookGroup, apply_to_conds: bool, schedule_clip
     if not schedule_clip:
         clip.patcher.forced_hooks.set_keyframes_on_hooks(None)
     clip.patcher.register_all_hook_patches(clip.patcher.forced_hooks, host.create_target_dict(EnumWeightTarget.Clip))
-    if clip.patcher.acts_on_packed_weights(clip.patcher.forced_hooks):
+    if clip.patcher.better_unmerged(clip.patcher.forced_hooks):
         clip.patcher.path = "auto"
     return clip

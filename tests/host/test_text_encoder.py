@@ -305,3 +305,15 @@ def test_r22_what_packed_weights_can_not_take_is_refused_in_words(lab: Any, clip
     hooked = set_hooks(lab, clip, hooks)
     with pytest.raises(HooklineError, match=rf"{name}.*holds torch.uint8 codes"):
         encode(hooked)
+
+
+def test_a_text_encoder_with_no_room_for_a_copy_is_not_merged(
+    lab: Any, clip: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Float32: the same products in another order."""
+    hooks = lab.hooks(lab.bold_next, 0.0, 1.0)
+    expected = encode(set_hooks(lab, clip, hooks))[0][0]
+    monkeypatch.setattr(host, "free_memory", lambda device: 1000.0)
+    hooked = set_hooks(lab, lab.tiny()[1], hooks)
+    torch.testing.assert_close(encode(hooked)[0][0], expected, rtol=1e-5, atol=1e-5)
+    assert hooked.patcher.state.report.weights_computed == 0
