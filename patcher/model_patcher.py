@@ -18,7 +18,7 @@ from ..hooks.keyframes import strength_at, strength_at_progress
 from ..hooks.lora import LoraMapping, hook_name, is_for_text_encoder, map_hook, weight_key
 from ..host import CallbacksMP, EnumHookType, EnumWeightTarget, HookGroup, PatcherInjection, WeightHook, WrappersMP
 from . import sampling
-from .adapters import NotAdditive
+from .forms import NotAdditive
 from .injection import eject, inject
 from .merge import MergedSet, Patch
 from .merge import build as build_merged

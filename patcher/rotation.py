@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .adapters import Rotation
+from .forms import Rotation
 
 
 class Turning(nn.Module):

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import host
-from .adapters import Additive, NotAdditive, OnTop, Rotation, additive, scaled
-from .layer_part import LayerPart, convolution_of
+from .adapters import additive
+from .factors import convolution_of
+from .forms import Additive, NotAdditive, OnTop, Rotation, scaled
+from .layer_part import LayerPart
 from .storage import float_weight, gguf_type
 
 

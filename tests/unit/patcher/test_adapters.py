@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from hookline.host.embedded.lora import LoRAAdapter, calculate_weight
-from hookline.patcher.adapters import InputGain, Kronecker, LowRank, NotAdditive, Offset, OutputGain, additive
+from hookline.patcher.adapters import additive
+from hookline.patcher.forms import InputGain, Kronecker, LowRank, NotAdditive, Offset, OutputGain
 from hookline.patcher.rotation import Turning
 
 OUT, IN, RANK = 48, 40, 4

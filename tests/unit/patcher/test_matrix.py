@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hookline import quant_formats
 from hookline.host.embedded.ops import QuantLinear
-from hookline.patcher.adapters import NotAdditive
+from hookline.patcher.forms import NotAdditive
 from hookline.patcher.side_path import Entry, Layers, RowPlan, build
 
 Change = Callable[[Tensor, float, Callable[[Tensor], Tensor]], Tensor]

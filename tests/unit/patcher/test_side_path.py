@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.host.embedded.lora import LoRAAdapter
-from hookline.patcher.adapters import NotAdditive
+from hookline.patcher.forms import NotAdditive
 from hookline.patcher.side_path import Entry, Layers, RowPlan, Rows, RowsDiffer, build
 
 
