@@ -93,8 +93,8 @@ def test_r16_r24_s7_all_loras_of_a_group_act_and_are_joined_along_rank(lab: Any)
     out = lab.sample(hooked, lab.cond(1, hooks=hooks), lab.cond(2, hooks=hooks))
     assert_close(out, lab.sample(stock, lab.cond(1), lab.cond(2)))
     (entry,) = hooked.state.entries[1:]
-    assert {len(part.pieces) for part in entry.set.by_layer.values()} == {1}
-    assert next(iter(entry.set.by_layer.values())).pieces[0].ranks == (8, 8, 8)
+    assert {(len(part.stages), len(part.stages[0].pieces)) for part in entry.set.by_layer.values()} == {(1, 1)}
+    assert next(iter(entry.set.by_layer.values())).stages[0].pieces[0].ranks == (8, 8, 8)
 
 
 def test_c43_one_lora_at_several_strengths_in_one_forward(lab: Any) -> None:
