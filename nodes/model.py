@@ -53,7 +53,9 @@ class Apply(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, model: Any, path: str = "auto", cache: str = "auto", rounding: str = "stochastic") -> io.NodeOutput:
+    def execute(
+        cls, model: Any, path: str = "auto", cache: str = "auto", rounding: str = "stochastic"
+    ) -> io.NodeOutput:
         return io.NodeOutput(apply_hookline(model, path, cache, rounding))
 
 

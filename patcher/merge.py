@@ -127,7 +127,8 @@ def _merge(
         raise HooklineError(f"{key}: the LoRA would change its shape from {tuple(shape)} to {tuple(weight.shape)}")
     if smoothing is not None:
         weight /= smoothing
-    if not torch.isfinite(weight).all():
+    # The smallest and the largest value are NaN if any is, and need no second copy of the weight.
+    if weight.numel() and not torch.isfinite(torch.stack(weight.aminmax())).all():
         raise HooklineError(f"{key}: the merged weight is not finite")
     if as_float:
         return weight.to(base.dtype)
