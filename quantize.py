@@ -118,7 +118,7 @@ def quantize_file(source: Path, target: Path, rules: Sequence[Rule], progress: P
             try:
                 with open(unfinished, "wb") as out:
                     out.write(header)
-                    tallies = _write(file, tensors, places, len(header), out, progress)
+                    tallies = _write(file, str(source), tensors, places, len(header), out, progress)
                     size = out.tell()
                 os.replace(unfinished, target)
             except BaseException:
@@ -148,7 +148,7 @@ def _choose(file: Any, rules: Sequence[Rule], name: str) -> list[_Source]:
             reason = f"it is quantized already ({dtype})" if quantized else refusal(chosen, shape)
             if reason is not None:
                 raise HooklineError(
-                    f"{layer}: can't be {chosen}: {reason}; a rule before it may keep it ({layer}=keep)"
+                    f"{name}: {layer}: can't be {chosen}: {reason}; a rule before it may keep it ({layer}=keep)"
                 )
         unused.discard(rule)
         tensors.append(_Source(key, dtype, shape, chosen))
@@ -184,6 +184,7 @@ def _layout(tensors: list[_Source], metadata: dict[str, str] | None) -> tuple[by
 
 def _write(
     file: Any,
+    name: str,
     tensors: list[_Source],
     places: dict[str, tuple[int, int]],
     start: int,
@@ -210,7 +211,7 @@ def _write(
         try:
             parts, meant = quantize(tensor, t.format)
         except HooklineError as error:
-            raise HooklineError(f"{t.layer}: {error}") from error
+            raise HooklineError(f"{name}: {t.layer}: {error}") from error
         tally = tallies.setdefault(t.format, Tally())
         tally.layers += 1
         tally.bytes_before += tensor.numel() * tensor.element_size()

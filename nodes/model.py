@@ -6,6 +6,7 @@ from typing import Any
 
 from ..host import io
 from ..patcher.cache import CACHES
+from ..patcher.merge import ROUNDINGS
 from ..patcher.model_patcher import apply_hookline
 from ..patcher.plan import PATHS
 
@@ -38,13 +39,24 @@ class Apply(io.ComfyNode):
                     "device: beside the model. ram: in RAM. auto: beside the model, what has no room there in RAM. "
                     "off: nothing is kept, also not what the side path prepared.",
                 ),
+                io.Combo.Input(
+                    "rounding",
+                    options=list(ROUNDINGS),
+                    default="stochastic",
+                    advanced=True,
+                    tooltip="How replacement weights are rounded to FP8, INT8 or 4 bits. stochastic: up or down by "
+                    "chance, bit for bit like the LoRA loader; small LoRAs arrive on average, with noise. nearest: "
+                    "less noise, but differences smaller than half a step are lost.",
+                ),
             ],
             outputs=[io.Model.Output(tooltip="The model for the sampler.")],
         )
 
     @classmethod
-    def execute(cls, model: Any, path: str = "auto", cache: str = "auto") -> io.NodeOutput:
-        return io.NodeOutput(apply_hookline(model, path, cache))
+    def execute(
+        cls, model: Any, path: str = "auto", cache: str = "auto", rounding: str = "stochastic"
+    ) -> io.NodeOutput:
+        return io.NodeOutput(apply_hookline(model, path, cache, rounding))
 
 
 NODES = [Apply]

@@ -20,6 +20,9 @@ from .. import host
 from ..errors import HooklineError
 from .storage import float_weight, smoothing, storing, warn_once
 
+ROUNDINGS = ("stochastic", "nearest")
+"""How merged weights are rounded: up or down by chance like the LoRA loader's, or to the nearest value."""
+
 Patch = tuple[float, Any, float, Any, Any]
 """(strength, patch, strength of the base, offset, row function), as the host's `calculate_weight` takes it."""
 
@@ -87,7 +90,8 @@ def _replacement(patcher: host.ModelPatcher, key: str, patches: list[Patch]) -> 
     if way.note:
         warn_once(way.note)
     try:
-        value = _merge(module, name, base.to(current.device), patches, key, way.as_float)
+        seed = 0 if getattr(patcher, "rounding", "stochastic") == "nearest" else host.string_to_seed(key)
+        value = _merge(module, name, base.to(current.device), patches, key, way.as_float, seed)
     except (HooklineError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -96,8 +100,10 @@ def _replacement(patcher: host.ModelPatcher, key: str, patches: list[Patch]) -> 
     return Replacement(module, name, current, nn.Parameter(value, requires_grad=False))
 
 
-def _merge(module: nn.Module, name: str, base: Tensor, patches: list[Patch], key: str, as_float: bool) -> Tensor:
-    """`base` with the patches: float32 maths, rounded once, the seed that the stock loader uses.
+def _merge(
+    module: nn.Module, name: str, base: Tensor, patches: list[Patch], key: str, as_float: bool, seed: int
+) -> Tensor:
+    """`base` with the patches: float32 maths, rounded once, by chance with `seed` or to nearest if it is 0.
 
     In the base's own format, or in its logical dtype (`as_float`).
     """
@@ -111,15 +117,25 @@ def _merge(module: nn.Module, name: str, base: Tensor, patches: list[Patch], key
         raise HooklineError(f"{key}: the LoRA would change its shape from {tuple(shape)} to {tuple(weight.shape)}")
     if (scale := smoothing(module, name)) is not None:
         weight /= scale.to(weight)
-    if not torch.isfinite(weight).all():
+    # The smallest and the largest value are NaN if any is, and need no second copy of the weight.
+    if weight.numel() and not torch.isfinite(torch.stack(weight.aminmax())).all():
         raise HooklineError(f"{key}: the merged weight is not finite")
     if as_float:
         return weight.to(base.dtype)
-    seed = host.string_to_seed(key)
     setter = getattr(module, f"set_{name}", None)
     if setter is not None:
         return setter(weight, return_weight=True, seed=seed)
+    if seed == 0:
+        return nearest(weight, base.dtype)
     return host.stochastic_rounding(weight, base.dtype, seed)
+
+
+def nearest(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Finite `weight` (float32, may be changed) in `dtype`; what is too large for FP8 becomes its largest value."""
+    if dtype.itemsize == 1:
+        # torch makes infinities or NaN of it.
+        weight = weight.clamp_(torch.finfo(dtype).min, torch.finfo(dtype).max)
+    return weight.to(dtype)
 
 
 def _needs_original(patch: Any) -> bool:

@@ -43,6 +43,8 @@ class HookModelPatcher(host.ModelPatcher):
     """Where in the schedule a text encoder encodes now; None: where the host has put the keyframes."""
     cache: str = "auto"
     """What the user asked for: where merged sets are kept (`cache.CACHES`)."""
+    rounding: str = "stochastic"
+    """What the user asked for: how merged weights are rounded (`merge.ROUNDINGS`)."""
     isolated: bool = False
     """One set per forward, since rows could not be told apart in this run."""
 
@@ -65,7 +67,7 @@ class HookModelPatcher(host.ModelPatcher):
 
     def clone(self, *args: Any, **kwargs: Any) -> HookModelPatcher:
         copy = super().clone(*args, **kwargs)
-        copy.path, copy.cache = self.path, self.cache
+        copy.path, copy.cache, copy.rounding = self.path, self.cache, self.rounding
         if KEY in copy.additional_models:
             # The host clones these too, but a bank belongs to the model and has one patcher.
             copy.additional_models[KEY] = list(self.additional_models[KEY])
@@ -167,7 +169,7 @@ class HookModelPatcher(host.ModelPatcher):
         state = self.state
         # `path` decides how 4-bit weights are stored.
         parts = tuple((known.digest, strength) for known, strength in active)
-        key = ("merged", self.path == "auto", self.patches_uuid, parts)
+        key = ("merged", self.path == "auto", self.rounding, self.patches_uuid, parts)
         merged = state.cache.get(key, self._spare_device)
         if merged is None:
             # Weights are computed from base parameters, so none of ours may stand in for one meanwhile.
@@ -375,9 +377,9 @@ class HookModelPatcher(host.ModelPatcher):
 
     def get_non_dynamic_delegate(self) -> HookModelPatcher:
         """Asked for by ComfyUI whenever conditioning has hooks. The side path needs no second model."""
-        return (
-            apply_hookline(super().get_non_dynamic_delegate(), self.path, self.cache) if self.path == "merged" else self
-        )
+        if self.path != "merged":
+            return self
+        return apply_hookline(super().get_non_dynamic_delegate(), self.path, self.cache, self.rounding)
 
 
 def described(model: host.ModelPatcher, hooks: HookGroup) -> tuple[list[str], str]:
@@ -422,14 +424,16 @@ def _hook_class(base: type) -> type:
     return type(f"Hook{base.__name__}", (HookModelPatcher, base), {})
 
 
-def apply_hookline(model: host.ModelPatcher, path: str = "auto", cache: str = "auto") -> HookModelPatcher:
+def apply_hookline(
+    model: host.ModelPatcher, path: str = "auto", cache: str = "auto", rounding: str = "stochastic"
+) -> HookModelPatcher:
     """The MODEL as a HookModelPatcher: same model object, same patches, same loader behaviour.
 
     `path` is one of `plan.PATHS`: "side_path" refuses what can't go there, "merged" never uses it.
-    `cache` is one of `cache.CACHES`.
+    `cache` is one of `cache.CACHES`, `rounding` one of `merge.ROUNDINGS`.
     """
     patcher = model.clone()
     # The host's clone() builds an object of the patcher's own class; ours has the same fields and only adds methods.
     patcher.__class__ = _hook_class(type(patcher))
-    patcher.path, patcher.cache = path, cache
+    patcher.path, patcher.cache, patcher.rounding = path, cache, rounding
     return patcher.set_up()

@@ -35,7 +35,7 @@ class LoRAAdapter:
         up, down = (factor.to(weight.device, torch.float32) for factor in (up, down))
         scale = alpha / down.shape[0] if alpha is not None else 1.0
         delta = (up.flatten(1) @ down.flatten(1)).reshape(weight.shape)
-        return weight.add_((strength * scale) * delta)
+        return weight.add_(delta.mul_(strength * scale))
 
 
 def convert_lora(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

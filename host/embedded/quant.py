@@ -60,14 +60,14 @@ def from_tensors(spec: dict[str, Any], layer: str, parts: dict[str, Tensor], sha
 def requantize(like: QuantizedTensor, weight: Tensor, seed: int) -> QuantizedTensor:
     """Float32 `weight` in the format and with the options of `like`; scales are computed anew.
 
-    `seed` > 0 rounds by chance, in proportion to the distance; 0 to nearest.
+    `seed` > 0 rounds by chance, in proportion to the distance; 0 to nearest. May change `weight`.
     """
     layout = like._layout_cls
     if layout == "TensorCoreFP8Layout":
         dtype = like._qdata.dtype
         scale = weight.abs().amax().float() / torch.finfo(dtype).max
         if seed > 0:
-            codes = stochastic_rounding(weight * (1.0 / scale), dtype, seed)
+            codes = stochastic_rounding(weight.mul_(1.0 / scale), dtype, seed)
         else:
             codes = comfy_kitchen.quantize_per_tensor_fp8(weight, scale, dtype)
         params = type(like._params)(scale=scale, orig_dtype=weight.dtype, orig_shape=tuple(weight.shape))
@@ -87,7 +87,9 @@ def _rounded_by_chance(nearest: QuantizedTensor, weight: Tensor, seed: int) -> Q
     scale = nearest.layout_cls.dequantize(ones, params)
     padded = torch.zeros_like(scale)
     padded[: weight.shape[0], : weight.shape[1]] = weight
-    value = torch.where(scale > 0, padded / scale, 0.0)
+    # Where the scale is 0, so is the weight.
+    value = padded.div_(scale).nan_to_num_(0.0, 0.0, 0.0)
+    del scale
     codes = _fp4_by_chance(value, seed) if four_bits else stochastic_rounding(value, codes.dtype, seed)
     return QuantizedTensor(codes, nearest._layout_cls, params)
 
@@ -96,8 +98,8 @@ def _fp4_by_chance(value: Tensor, seed: int) -> Tensor:
     """[rows, columns] -> uint8 [rows, columns / 2], the even column in the high half."""
     grid = torch.tensor(FP4_VALUES, device=value.device)
     size = value.abs().clamp(max=FP4_VALUES[-1])
-    below = (torch.bucketize(size, grid, right=True) - 1).clamp(max=len(FP4_VALUES) - 2)
-    share = (size - grid[below]) / (grid[below + 1] - grid[below])
+    below = torch.bucketize(size, grid, right=True, out_int32=True).sub_(1).clamp_(max=len(FP4_VALUES) - 2)
+    share = size.sub_(grid[below]).div_((grid[1:] - grid[:-1])[below])
     generator = torch.Generator(device=value.device).manual_seed(seed)
     code = below + (torch.rand(value.shape, generator=generator, device=value.device) < share)
     code = (code + 8 * torch.signbit(value)).to(torch.uint8)

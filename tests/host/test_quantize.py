@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from test_quantized import float_tensors
 from torch import Tensor
 
 from hookline import host, quant_formats
@@ -83,7 +84,7 @@ def test_zeros_stay_zeros() -> None:
         (["*=nvfp4"], "conv: can't be nvfp4: it takes matrices"),
         (["done=mxfp8"], "done: can't be mxfp8: it is quantized already"),
         (["a=nvfp4", "nothing=nvfp4"], "rule nothing=nvfp4: no layer"),
-        (["bad=nvfp4"], "bad: can't be nvfp4: it holds infinities or NaN"),
+        (["bad=nvfp4"], "in.safetensors: bad: can't be nvfp4: it holds infinities or NaN"),
         ([], "no rule"),
     ],
 )
@@ -98,6 +99,22 @@ def test_refused_and_nothing_written(tmp_path: Path, rules: list[str], message: 
         quantize_file(given, out, [Rule.parse(text) for text in rules])
     assert message in str(raised.value) and "\n" not in str(raised.value)
     assert [path.name for path in tmp_path.iterdir()] == ["in.safetensors"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nan_that_turns_up_while_it_streams(tmp_path: Path, value: float) -> None:
+    """Layers before it are written by then. Nothing of that stays, and a file of that name is still the old one."""
+    bad = torch.ones(16, 32, dtype=torch.bfloat16)
+    bad[3, 4] = value
+    given, out, done = source(tmp_path, **{"z.weight": bad}), tmp_path / "out.safetensors", []
+    out.write_bytes(b"old")
+    with pytest.raises(HooklineError) as raised:
+        rules = [Rule(name, "float8_e4m3fn") for name in ("a", "b", "z")]
+        quantize_file(given, out, rules, lambda number, total, layer: done.append(layer))
+    assert str(raised.value) == f"{given}: z: can't be float8_e4m3fn: it holds infinities or NaN"
+    assert {"a", "b"} < set(done)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.safetensors", "out.safetensors"]
+    assert out.read_bytes() == b"old"
 
 
 @pytest.mark.parametrize("text", ["nvfp4", "=nvfp4", "*=int3", ""])
@@ -176,3 +193,33 @@ def test_node_writes_what_the_host_loads_by_name(lab: Any, tmp_path: Path, monke
         lab.node("HooklineQuantizeCheckpoint", **{**inputs, "filename_prefix": "../escaped"})
     with pytest.raises(HooklineError):
         lab.node("HooklineQuantizeCheckpoint", **{**inputs, "model_name": "../escaped"})
+
+
+# ComfyUI and the embedded host compute the same codes; but where inputs are rounded too, an ulp before that can be a
+# whole step after it (1/127 of the largest value, 1/7 in 4 bits).
+FORWARD = dict.fromkeys(FORMATS, 1e-4) | dict.fromkeys(
+    ("int8_tensorwise", "int8_rowwise", "int8_convrot", "asym_w4a8_int8"), 0.01
+)
+FORWARD["convrot_w4a4"] = 0.05
+
+
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_the_host_loads_every_format_from_the_file(tmp_path: Path, name: str) -> None:
+    """In ComfyUI by `load_diffusion_model`: the embedded host's forward, and but for rounding the float model's."""
+    save_file(float_tensors(), tmp_path / "float.safetensors")
+    file = tmp_path / "small.safetensors"
+    quantize_file(tmp_path / "float.safetensors", file, [Rule("*blocks.*", name)])
+    if host.name == "comfyui":
+        import comfy.sd
+
+        model = comfy.sd.load_diffusion_model(str(file))
+    else:
+        with safe_open(file, "pt") as opened:
+            model = host.make_model(load_file(file), opened.metadata())
+    weights = [m.weight for n, m in model.model.named_modules() if "blocks." in n and hasattr(m, "in_features")]
+    assert len(weights) == 13 and all(isinstance(weight, host.QuantizedTensor) for weight in weights)
+    out, expected = forward(model), forward(embedded_model(load_file(file)))
+    assert (out - expected).norm() / expected.norm() < FORWARD[name]
+    floats = forward(embedded_model(float_tensors()))
+    # Through two blocks with residuals, about the rounding of one layer's weights; twice that where inputs round too.
+    assert 0 < (out - floats).norm() / floats.norm() < 2 * RELATIVE_ERROR[name] + 0.02
