@@ -19,6 +19,7 @@ from ..hooks.lora import LoraMapping, hook_name, is_for_text_encoder, map_hook, 
 from ..host import CallbacksMP, EnumHookType, EnumWeightTarget, HookGroup, PatcherInjection, WeightHook, WrappersMP
 from . import sampling
 from .adapters import NotAdditive
+from .compiled import is_compiled, under_their_own_names
 from .injection import eject, inject
 from .merge import MergedSet, Patch
 from .merge import build as build_merged
@@ -103,7 +104,8 @@ class HookModelPatcher(host.ModelPatcher):
         return known
 
     def _map(self, hook: WeightHook) -> LoraMapping:
-        mapping = map_hook(hook, self.model, EnumWeightTarget.Clip if self.is_clip else EnumWeightTarget.Model)
+        with under_their_own_names(self.model):
+            mapping = map_hook(hook, self.model, EnumWeightTarget.Clip if self.is_clip else EnumWeightTarget.Model)
         meant_for_us = any(not is_for_text_encoder(weight_key(name)) for name in hook.weights or {})
         if not mapping.matched and meant_for_us and not self.is_clip:
             raise HooklineError(f"{mapping.summary(hook_name(hook))}: it is not made for {type(self.model).__name__}")
@@ -184,7 +186,7 @@ class HookModelPatcher(host.ModelPatcher):
         if side_set is not None:
             side_set.to(self.load_device)
             plan = RowPlan.of([Entry(side_set, tuple(strength for _, strength in active))])
-            with state.layers.hooked(self.model, side_set.by_layer), state.layers.calling(plan):
+            with state.layers.hooked(self.model, side_set.by_layer, self._is_compiled()), state.layers.calling(plan):
                 out = encode()
             if not plan.missed():
                 return out
@@ -239,7 +241,7 @@ class HookModelPatcher(host.ModelPatcher):
         plans = [self.plan([(k, 1.0) for k in group if k.mapping.patches]) for group in known]
         self._load_with_model([plan.side_set for plan in plans if plan.side_set is not None])
         paths = {weight_key(key).rpartition(".")[0] for group in known for k in group for key in k.mapping.patches}
-        with state.layers.hooked(self.model, set() if self.path == "merged" or self._is_compiled() else paths):
+        with state.layers.hooked(self.model, set() if self.path == "merged" else paths, self._is_compiled()):
             yield
 
     def _load_with_model(self, sets: list[nn.Module]) -> None:
@@ -269,8 +271,6 @@ class HookModelPatcher(host.ModelPatcher):
             return Plan(None, "asked for")
         if not active:
             return Plan(None, "nothing to do")
-        if self._is_compiled():
-            return self._must_merge("the model is compiled, and torch ignores hooks on layers then")
         state = self.state
         patches = [_by_weight([(known, 1.0)]) for known, _ in active]
         missed = sorted({key.rpartition(".")[0] for keyed in patches for key in keyed} & state.unreachable)
@@ -288,7 +288,7 @@ class HookModelPatcher(host.ModelPatcher):
 
     def _is_compiled(self) -> bool:
         wrapped = "torch.compile" in self.wrappers.get(WrappersMP.APPLY_MODEL, {})
-        return wrapped or any(hasattr(module, "_orig_mod") for module in self.model.modules())
+        return wrapped or is_compiled(self.model, self.object_patches)
 
     def _must_merge(self, reason: str) -> Plan:
         if self.path == "side_path" or self.is_dynamic():

@@ -7,7 +7,7 @@ rows of the batch use which set, and how strongly. Forward hooks on the layers a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .. import host
 from .adapters import FIRST_ONLY, Additive, NotAdditive, additive, scaled
+from .compiled import Site, change_inputs, overridden
 from .layer_part import LayerPart, convolution_of
 
 
@@ -30,11 +31,8 @@ class SideSet(nn.Module):
         super().__init__()
         self.parts = nn.ModuleList(layers.values())
         self.by_layer = dict(zip(layers, self.parts))
+        self.changed_inputs = {path for path, part in self.by_layer.items() if part.input_gains}
         self._originals = originals
-
-    @property
-    def scales_inputs(self) -> bool:
-        return any(part.input_gains for part in self.parts)
 
     @property
     def bytes(self) -> int:
@@ -122,7 +120,7 @@ class RowPlan:
 
     rows: int
     segments: list[tuple[int, int, Entry]]
-    scales_inputs: bool = False
+    changed_inputs: set[str] = field(default_factory=set)
     reached: set[str] = field(default_factory=set)
 
     @classmethod
@@ -133,8 +131,7 @@ class RowPlan:
                 segments[-1] = (segments[-1][0], row + 1, entry)
             elif entry.set is not None:
                 segments.append((row, row + 1, entry))
-        scales_inputs = any(entry.set.scales_inputs for _, _, entry in segments)
-        return cls(len(entries), segments, scales_inputs)
+        return cls(len(entries), segments, set().union(*(entry.set.changed_inputs for _, _, entry in segments)))
 
     @property
     def uniform(self) -> bool:
@@ -168,26 +165,30 @@ class Layers:
         self.plan: RowPlan | None = None
         self._inputs: dict[str, Tensor] = {}
         """Original inputs of layers that are being called with changed ones."""
+        self._overridden: dict[str, Site] = {}
+        """By path, in a run of a compiled model."""
 
     @contextmanager
-    def hooked(self, model: nn.Module, paths: Iterable[str]) -> Iterator[None]:
-        """Forward hooks on these layers."""
-        handles = []
-        try:
-            for path in sorted(paths):
-                module = model.get_submodule(path)
-                handles.append(module.register_forward_pre_hook(self._before(path)))
-                handles.append(module.register_forward_hook(self._hook(path)))
-            with host.layers_called():
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    def hooked(self, model: nn.Module, paths: Iterable[str], compiled: bool = False) -> Iterator[None]:
+        """Forward hooks on these layers; in a `compiled` model what stands in for them."""
+        sites = {path: Site(model.get_submodule(path), self._before(path), self._hook(path)) for path in sorted(paths)}
+        with ExitStack() as stack:
+            if compiled and sites:
+                self._overridden = sites
+                stack.callback(sites.clear)
+                stack.enter_context(overridden(model, sites.values()))
+            for site in () if compiled else sites.values():
+                stack.callback(site.module.register_forward_pre_hook(site.before).remove)
+                stack.callback(site.module.register_forward_hook(site.after).remove)
+            stack.enter_context(host.layers_called())
+            yield
 
     @contextmanager
     def calling(self, plan: RowPlan | None) -> Iterator[None]:
         """The plan holds for the model call inside."""
         outer, self.plan = self.plan, plan
+        if plan is not None:
+            change_inputs(site for path, site in self._overridden.items() if path in plan.changed_inputs)
         try:
             yield
         finally:
@@ -197,16 +198,12 @@ class Layers:
     def _before(self, path: str) -> Any:
         def scale(module: nn.Module, arguments: tuple) -> tuple | None:
             plan = self.plan
-            if plan is None or not plan.scales_inputs:
+            if plan is None or path not in plan.changed_inputs:
                 return None
-            x = arguments[0]
-            parts = [(rows, part, e.strengths) for rows, part, e in plan.parts(path, x.shape[0]) if part.input_gains]
-            if not parts:
-                return None
-            self._inputs[path] = x
+            x = self._inputs[path] = arguments[0]
             changed = x.clone()
-            for rows, part, strengths in parts:
-                part.scale_input(module, changed[rows], strengths)
+            for rows, part, entry in plan.parts(path, x.shape[0]):
+                part.scale_input(module, changed[rows], entry.strengths)
             return (changed, *arguments[1:])
 
         return scale
@@ -215,6 +212,9 @@ class Layers:
         def add(module: nn.Module, arguments: tuple, out: Tensor) -> Tensor | None:
             plan = self.plan
             if plan is None:
+                return None
+            if path in plan.changed_inputs and path not in self._inputs:
+                # Compiled without the change of the input, and torch was told not to look again.
                 return None
             plan.reached.add(path)
             x = self._inputs.pop(path, arguments[0])
