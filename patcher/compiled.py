@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
@@ -62,7 +62,7 @@ for _kernel, _computes, _stands_in in (
     ("add", _add, lambda x, out, site: None),
 ):
     _library.impl(_kernel, _computes, "CompositeExplicitAutograd")
-    _library.impl(_kernel, _stands_in, "Meta")
+    torch.library.register_fake(f"{_NAME}::{_kernel}", _stands_in, lib=_library)
 _CHANGED_INPUT = getattr(torch.ops, _NAME).changed_input.default
 _ADD = getattr(torch.ops, _NAME).add.default
 
@@ -77,16 +77,15 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
 
 
 @contextmanager
-def overridden(model: nn.Module, sites: Collection[Site]) -> Iterator[None]:
+def overridden(model: nn.Module, sites: list[Site]) -> Iterator[None]:
     """While this lasts, these layers have their `forward` replaced, and so have all that LoRAs are made for.
 
     (Else another LoRA, for other layers, would make torch compile again.)
     """
-    modules = {site.module: site for site in sites}
-    modules = dict.fromkeys(_matrices(model)) | modules
-    replaced = {module: module.__dict__.get("forward") for module in modules}
+    at = dict.fromkeys(_matrices(model)) | {site.module: site for site in sites}
+    ours: dict[nn.Module, tuple[Any, Any]] = {}
     try:
-        for module, site in modules.items():
+        for module, site in at.items():
             number = next(_numbers)
             if site is not None:
                 _sites[number] = site
@@ -94,18 +93,22 @@ def overridden(model: nn.Module, sites: Collection[Site]) -> Iterator[None]:
             module.__dict__["hookline_site"] = torch.tensor(number, device="cpu")
             module.__dict__["hookline_changes_input"] = False
             module.__dict__["hookline_forward"] = module.forward
-            module.__dict__["forward"] = MethodType(_forward, module)
+            ours[module] = module.__dict__.get("forward"), MethodType(_forward, module)
+            module.__dict__["forward"] = ours[module][1]
         yield
     finally:
-        for module, forward in replaced.items():
+        for module, (before, forward) in ours.items():
+            if module.__dict__.get("forward") is not forward:
+                # Someone has put theirs over ours, which adds nothing any more.
+                continue
             for name in ("hookline_forward", "hookline_changes_input", "forward"):
-                module.__dict__.pop(name, None)
-            if forward is not None:
-                module.__dict__["forward"] = forward
+                del module.__dict__[name]
+            if before is not None:
+                module.__dict__["forward"] = before
 
 
-def change_inputs(sites: Iterable[Site]) -> None:
-    """From now on in this run these layers' inputs may be changed: compiled with it, others go without the copy."""
+def change_inputs(sites: list[Site]) -> None:
+    """For the rest of this run these layers' inputs may be changed. (Else they are compiled without a copy of them.)"""
     for site in sites:
         site.module.__dict__["hookline_changes_input"] = True
 

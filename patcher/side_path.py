@@ -31,8 +31,11 @@ class SideSet(nn.Module):
         super().__init__()
         self.parts = nn.ModuleList(layers.values())
         self.by_layer = dict(zip(layers, self.parts))
-        self.changed_inputs = {path for path, part in self.by_layer.items() if part.input_gains}
         self._originals = originals
+
+    @property
+    def scales_inputs(self) -> bool:
+        return any(part.input_gains for part in self.parts)
 
     @property
     def bytes(self) -> int:
@@ -120,8 +123,10 @@ class RowPlan:
 
     rows: int
     segments: list[tuple[int, int, Entry]]
-    changed_inputs: set[str] = field(default_factory=set)
+    scales_inputs: bool = False
     reached: set[str] = field(default_factory=set)
+    asked: set[str] = field(default_factory=set)
+    """Layers about to be called: what scales inputs can act there."""
 
     @classmethod
     def of(cls, entries: list[Entry]) -> RowPlan:
@@ -131,7 +136,8 @@ class RowPlan:
                 segments[-1] = (segments[-1][0], row + 1, entry)
             elif entry.set is not None:
                 segments.append((row, row + 1, entry))
-        return cls(len(entries), segments, set().union(*(entry.set.changed_inputs for _, _, entry in segments)))
+        scales_inputs = any(entry.set.scales_inputs for _, _, entry in segments)
+        return cls(len(entries), segments, scales_inputs)
 
     @property
     def uniform(self) -> bool:
@@ -165,19 +171,19 @@ class Layers:
         self.plan: RowPlan | None = None
         self._inputs: dict[str, Tensor] = {}
         """Original inputs of layers that are being called with changed ones."""
-        self._overridden: dict[str, Site] = {}
-        """By path, in a run of a compiled model."""
+        self._overridden: list[Site] = []
+        """In a run of a compiled model: its layers that sets act on."""
 
     @contextmanager
     def hooked(self, model: nn.Module, paths: Iterable[str], compiled: bool = False) -> Iterator[None]:
         """Forward hooks on these layers; in a `compiled` model what stands in for them."""
-        sites = {path: Site(model.get_submodule(path), self._before(path), self._hook(path)) for path in sorted(paths)}
+        sites = [Site(model.get_submodule(path), self._before(path), self._hook(path)) for path in sorted(paths)]
         with ExitStack() as stack:
             if compiled and sites:
+                stack.enter_context(overridden(model, sites))
+                stack.callback(setattr, self, "_overridden", self._overridden)
                 self._overridden = sites
-                stack.callback(sites.clear)
-                stack.enter_context(overridden(model, sites.values()))
-            for site in () if compiled else sites.values():
+            for site in () if compiled else sites:
                 stack.callback(site.module.register_forward_pre_hook(site.before).remove)
                 stack.callback(site.module.register_forward_hook(site.after).remove)
             stack.enter_context(host.layers_called())
@@ -187,8 +193,8 @@ class Layers:
     def calling(self, plan: RowPlan | None) -> Iterator[None]:
         """The plan holds for the model call inside."""
         outer, self.plan = self.plan, plan
-        if plan is not None:
-            change_inputs(site for path, site in self._overridden.items() if path in plan.changed_inputs)
+        if plan is not None and plan.scales_inputs:
+            change_inputs(self._overridden)
         try:
             yield
         finally:
@@ -198,12 +204,17 @@ class Layers:
     def _before(self, path: str) -> Any:
         def scale(module: nn.Module, arguments: tuple) -> tuple | None:
             plan = self.plan
-            if plan is None or path not in plan.changed_inputs:
+            if plan is None or not plan.scales_inputs:
                 return None
-            x = self._inputs[path] = arguments[0]
+            plan.asked.add(path)
+            x = arguments[0]
+            parts = [(rows, part, e.strengths) for rows, part, e in plan.parts(path, x.shape[0]) if part.input_gains]
+            if not parts:
+                return None
+            self._inputs[path] = x
             changed = x.clone()
-            for rows, part, entry in plan.parts(path, x.shape[0]):
-                part.scale_input(module, changed[rows], entry.strengths)
+            for rows, part, strengths in parts:
+                part.scale_input(module, changed[rows], strengths)
             return (changed, *arguments[1:])
 
         return scale
@@ -213,8 +224,8 @@ class Layers:
             plan = self.plan
             if plan is None:
                 return None
-            if path in plan.changed_inputs and path not in self._inputs:
-                # Compiled without the change of the input, and torch was told not to look again.
+            if plan.scales_inputs and path not in plan.asked:
+                # Compiled without asking, and torch was told not to look again.
                 return None
             plan.reached.add(path)
             x = self._inputs.pop(path, arguments[0])
