@@ -45,6 +45,8 @@ class HookModelPatcher(host.ModelPatcher):
     """What the user asked for: where merged sets are kept (`cache.CACHES`)."""
     isolated: bool = False
     """One set per forward, since rows could not be told apart in this run."""
+    marks_lost: bool = False
+    """Nothing says which set a forward uses, so all are merged in this run."""
 
     @property
     def state(self) -> ModelState:
@@ -232,7 +234,7 @@ class HookModelPatcher(host.ModelPatcher):
     def running(self, conds: dict[str, list[dict[str, Any]]]) -> Iterator[None]:
         """A run with this conditioning: the layers that side paths act on are hooked meanwhile."""
         state = self.state
-        self.isolated = False
+        self.isolated = self.marks_lost = False
         state.begin_run()
         groups = {id(c["hooks"]): c["hooks"] for side in conds.values() for c in side if c.get("hooks") is not None}
         known = [[self.known(hook) for hook in weight_hooks(group)] for group in groups.values()]
@@ -271,6 +273,8 @@ class HookModelPatcher(host.ModelPatcher):
             return Plan(None, "asked for")
         if not active:
             return Plan(None, "nothing to do")
+        if self.marks_lost:
+            return self._must_merge("a wrapper around the model does not pass on which row uses which set")
         state = self.state
         patches = [_by_weight([(known, 1.0)]) for known, _ in active]
         missed = sorted({key.rpartition(".")[0] for keyed in patches for key in keyed} & state.unreachable)
@@ -341,6 +345,13 @@ class HookModelPatcher(host.ModelPatcher):
         self.state.plans = {}
         self.state.report.groups = {}
         self.state.report.note(f"not reached by the side path: {', '.join(sorted(paths))}")
+
+    def give_up_marks(self) -> None:
+        """Rows come without the numbers of their sets; all sets are merged for the rest of this run."""
+        self.marks_lost = True
+        self.state.plans = {}
+        self.state.report.groups = {}
+        self.state.report.note("merged: a wrapper around the model does not pass on which row uses which set")
 
     # ---- what the host's own hook path would do
 

@@ -227,6 +227,8 @@ class Layers:
             if plan.scales_inputs and path not in plan.asked:
                 # Compiled without asking, and torch was told not to look again.
                 return None
+            if path in plan.reached and not plan.uniform:
+                raise RowsDiffer(f"{path} is called more than once in a model call")
             plan.reached.add(path)
             x = self._inputs.pop(path, arguments[0])
             for rows, part, entry in plan.parts(path, out.shape[0]):
