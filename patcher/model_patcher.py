@@ -250,6 +250,8 @@ class HookModelPatcher(host.ModelPatcher):
         """Have the host load these sets together with the model."""
         state = self.state
         if not sets:
+            # A bank that an earlier run has left here may not be what the host can copy to several GPUs.
+            self.remove_additional_models(KEY)
             return
         if state.bank_patcher is None:
             state.bank_patcher = host.ModelPatcher(state.bank, self.load_device, self.offload_device)
@@ -273,6 +275,8 @@ class HookModelPatcher(host.ModelPatcher):
             return Plan(None, "asked for")
         if not active:
             return Plan(None, "nothing to do")
+        if self.get_additional_models_with_key("multigpu"):
+            return self._must_merge("the model runs on several GPUs")
         if self.marks_lost:
             return self._must_merge("a wrapper around the model does not pass on which row uses which set")
         state = self.state

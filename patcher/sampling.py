@@ -58,6 +58,9 @@ def calc_cond_batch(
     patcher = model.current_patcher
     patcher.note_position(timestep, model_options)
     if "multigpu_clones" in model_options:
+        # Merged, each on the copy of the model that computes it.
+        for copy in model_options["multigpu_clones"].values():
+            copy.note_position(timestep, model_options)
         return executor(model, conds, x, timestep, model_options)
     if "model_function_wrapper" in model_options:
         patcher.isolate("a model function wrapper may change the batch")

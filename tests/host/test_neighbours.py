@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from hookline import host
+from hookline.errors import HooklineError
+from hookline.hooks.group import with_keyframes
+from hookline.hooks.keyframes import ScheduleKeyframes
+from hookline.hooks.schedule import parse
 from hookline.patcher.model_patcher import apply_hookline
+from hookline.patcher.state import ModelState
 
 
 @pytest.fixture(autouse=True)
@@ -68,3 +74,44 @@ def test_context_windows(lab: Any) -> None:
     expected = sample(apply_hookline(model, "merged"), wide, groups)
     effect = expected - sample(model, wide, [None, None])
     assert (out - expected).norm() <= 1e-3 * effect.norm()
+
+
+def on_two_devices(lab: Any) -> Any:
+    """A MODEL split over two devices as ComfyUI's MultiGPU node does it; one of them is the CPU by another name."""
+    from comfy.multigpu import GPUOptionsGroup
+
+    model = lab.model()
+    model.cached_patcher_init = (lab.model, ())
+    copy = model.deepclone_multigpu(new_load_device=torch.device("cpu", 0))
+    copy.is_multigpu_base_clone = True
+    model.set_additional_models("multigpu", [copy])
+    model.match_multigpu_clones()
+    GPUOptionsGroup().register(model)
+    return model
+
+
+def test_r107_two_devices_get_the_same_schedule(lab: Any) -> None:
+    """Each half of the conds runs on a copy of the model of its own; hooks are merged into either."""
+    fading = with_keyframes(lab.hooks(lab.slanted), ScheduleKeyframes(parse("0: 0.2, 1: 1")))
+    conds = [*lab.cond(1, hooks=fading), *lab.cond(2, hooks=lab.hooks(lab.inverted))], lab.cond(3, hooks=fading)
+    expected = lab.sample(apply_hookline(lab.model(), "merged"), *conds)
+    hooked = apply_hookline(on_two_devices(lab))
+    used = set()
+
+    def seen(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        used.add(id(executor.class_obj))
+        return executor(*args, **kwargs)
+
+    hooked.add_wrapper_with_key(host.WrappersMP.APPLY_MODEL, "seen", seen)
+    for _ in range(2):
+        out = lab.sample(hooked, *conds)
+        assert len(used) == 2
+        # The same weights; batches of other sizes may be served by other kernels.
+        assert (out - expected).abs().max() <= 1e-5 * expected.abs().max()
+    reasons = {group["reason"] for group in hooked.state.report.as_dict()["groups"]}
+    assert reasons == {"the model runs on several GPUs"}
+    (copy,) = hooked.get_additional_models_with_key("multigpu")
+    for model in (hooked.model, copy.model):
+        assert ModelState.of(model).journal.installed is None
+    with pytest.raises(HooklineError, match="runs on several GPUs"):
+        lab.sample(apply_hookline(hooked, "side_path"), *conds)
