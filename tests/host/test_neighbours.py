@@ -92,8 +92,11 @@ def on_two_devices(lab: Any) -> Any:
 
 def test_r107_two_devices_get_the_same_schedule(lab: Any) -> None:
     """Each half of the conds runs on a copy of the model of its own; hooks are merged into either."""
-    fading = with_keyframes(lab.hooks(lab.slanted), ScheduleKeyframes(parse("0: 0.2, 1: 1")))
-    conds = [*lab.cond(1, hooks=fading), *lab.cond(2, hooks=lab.hooks(lab.inverted))], lab.cond(3, hooks=fading)
+    fading, growing = (
+        with_keyframes(lab.hooks(name), ScheduleKeyframes(parse(text)))
+        for name, text in ((lab.slanted, "0: 1, 1: 0.2"), (lab.inverted, "0: 0.2, 1: 1"))
+    )
+    conds = [*lab.cond(1, hooks=fading), *lab.cond(2, hooks=growing)], lab.cond(3, hooks=growing)
     expected = lab.sample(apply_hookline(lab.model(), "merged"), *conds)
     hooked = apply_hookline(on_two_devices(lab))
     used = set()
