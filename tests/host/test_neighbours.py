@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hookline import host
 from hookline.errors import HooklineError
-from hookline.hooks.group import with_keyframes
+from hookline.hooks.group import combine, with_keyframes
 from hookline.hooks.keyframes import ScheduleKeyframes
 from hookline.hooks.schedule import parse
 from hookline.patcher.model_patcher import apply_hookline
@@ -49,6 +49,67 @@ def test_controlnets_see_base_weights_and_keep_their_effect(lab: Any, path: str)
     expected = lab.sample(stock, plain, lab.cond(2))
     assert (out - expected).abs().max() <= 1e-5 * expected.abs().max()
     assert (expected - lab.sample(stock, lab.cond(1), lab.cond(2))).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("path", ["side_path", "merged"])
+def test_models_that_hooks_bring_are_loaded(lab: Any, path: str) -> None:
+    """In a group with a LoRA, and in one of its own."""
+    from comfy.hooks import AdditionalModelsHook, HookGroup
+    from comfy.model_management import loaded_models
+    from comfy.model_patcher import ModelPatcher
+
+    extra = ModelPatcher(torch.nn.Linear(2, 2), torch.device("cpu"), torch.device("cpu"))
+    brings = HookGroup()
+    brings.add(AdditionalModelsHook([extra], "extra"))
+    model, lora = lab.model(), lab.hooks(lab.slanted)
+    stock = lab.stock_lora(model, lab.slanted)
+    loaded = []
+
+    def look(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        loaded.append(any(patcher.model is extra.model for patcher in loaded_models()))
+        return executor(*args, **kwargs)
+
+    for positive, negative in ((combine(lora, brings), lora), (lora, combine(lora, brings)), (brings, None)):
+        hooked = apply_hookline(model, path)
+        hooked.add_wrapper_with_key(host.WrappersMP.APPLY_MODEL, "look", look)
+        out = lab.sample(hooked, lab.cond(1, hooks=positive), lab.cond(2, hooks=negative))
+        expected = lab.sample(model if negative is None else stock, lab.cond(1), lab.cond(2))
+        assert (out - expected).abs().max() <= 1e-5 * expected.abs().max()
+        assert loaded and all(loaded)
+        loaded.clear()
+
+
+def test_hooks_of_a_controlnet_act_beside_those_of_a_prompt(lab: Any) -> None:
+    """`extra_hooks`, which are for the whole run: a wrapper that doubles what the model gives."""
+    from comfy.controlnet import ControlBase
+    from comfy.hooks import HookGroup, TransformerOptionsHook
+
+    def double(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        return 2 * executor(*args, **kwargs)
+
+    class Control(ControlBase):
+        def get_control(self, *_: Any) -> None:
+            return None
+
+        def inference_memory_requirements(self, dtype: torch.dtype) -> int:
+            return 0
+
+    def sample(model: Any, hooks: Any) -> Tensor:
+        control = Control()
+        control.extra_hooks = HookGroup()
+        control.extra_hooks.add(
+            TransformerOptionsHook({"wrappers": {host.WrappersMP.DIFFUSION_MODEL: {"double": [double]}}})
+        )
+        positive = [[c, {**options, "control": control}] for c, options in lab.cond(1, hooks=hooks)]
+        return lab.sample(model, positive, lab.cond(2, hooks=hooks))
+
+    model, lora = lab.model(), lab.hooks(lab.slanted)
+    hooked = apply_hookline(model, "side_path")
+    expected = sample(lab.stock_lora(model, lab.slanted), None)
+    assert (sample(hooked, lora) - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert hooked.state.report.notes == []
+    undoubled = lab.sample(hooked, lab.cond(1, hooks=lora), lab.cond(2, hooks=lora))
+    assert (expected - undoubled).abs().max() > 0.01
 
 
 def test_context_windows(lab: Any) -> None:
