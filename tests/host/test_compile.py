@@ -166,6 +166,18 @@ def test_r12_a_run_of_several_regions(lab: Any) -> None:
     assert_close(out, lab.sample(apply_hookline(lab.model(), "side_path"), *sides, size=(8, 16)))
 
 
+@pytest.mark.parametrize("compile_last", [True, False])
+def test_the_order_of_the_two_nodes_does_not_matter(lab: Any, compile_last: bool) -> None:
+    nodes = partial(apply_hookline, path="side_path"), partial(by_wrapper, lab, backend="eager", keys=tuple(BLOCKS[:1]))
+    model = lab.model()
+    for node in nodes if compile_last else reversed(nodes):
+        model = node(model=model)
+    conds = lab.cond(1, hooks=lab.hooks(lab.inverted)), lab.cond(2, hooks=lab.hooks(lab.slanted))
+    out = lab.sample(model, *conds)
+    assert compilations() > 0 and model.state.report.notes == []
+    assert_close(out, lab.sample(apply_hookline(lab.model(), "side_path"), *conds))
+
+
 def test_merged_sets_in_the_same_run(lab: Any) -> None:
     """What has no form beside the layer is swapped in, in calls of its own, and the other sets stay beside."""
     hook = host.WeightHook()
