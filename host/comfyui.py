@@ -176,7 +176,7 @@ def emit(event: str, data: dict[str, Any]) -> None:
 
 @contextmanager
 def layers_called() -> Iterator[None]:
-    """While this lasts, layers with forward hooks are called as modules.
+    """While this lasts, layers with forward hooks or a `forward` of their own are called as modules.
 
     ComfyUI computes some INT8 layers together with the activation before them, straight from their weights
     (`comfy.ops.linear_input_act`), and hooks on them never run.
@@ -184,7 +184,7 @@ def layers_called() -> Iterator[None]:
     fused = comfy.ops.linear_input_act
 
     def linear_input_act(linear: nn.Module, x: Tensor, input_act: str) -> Tensor:
-        if linear._forward_hooks:
+        if linear._forward_hooks or "forward" in linear.__dict__:
             return linear(comfy.ops.INPUT_ACT_EAGER[input_act](x))
         return fused(linear, x, input_act)
 

@@ -18,6 +18,7 @@ from ..hooks.keyframes import strength_at, strength_at_progress
 from ..hooks.lora import LoraMapping, hook_name, is_for_text_encoder, map_hook, weight_key
 from ..host import CallbacksMP, EnumHookType, EnumWeightTarget, HookGroup, PatcherInjection, WeightHook, WrappersMP
 from . import sampling
+from .compiled import is_compiled, under_their_own_names
 from .forms import NotAdditive
 from .injection import eject, inject
 from .merge import MergedSet, Patch
@@ -47,6 +48,8 @@ class HookModelPatcher(host.ModelPatcher):
     """What the user asked for: how merged weights are rounded (`merge.ROUNDINGS`)."""
     isolated: bool = False
     """One set per forward, since rows could not be told apart in this run."""
+    marks_lost: bool = False
+    """Nothing says which set a forward uses, so all are merged in this run."""
 
     @property
     def state(self) -> ModelState:
@@ -106,7 +109,8 @@ class HookModelPatcher(host.ModelPatcher):
         return known
 
     def _map(self, hook: WeightHook) -> LoraMapping:
-        mapping = map_hook(hook, self.model, EnumWeightTarget.Clip if self.is_clip else EnumWeightTarget.Model)
+        with under_their_own_names(self.model):
+            mapping = map_hook(hook, self.model, EnumWeightTarget.Clip if self.is_clip else EnumWeightTarget.Model)
         meant_for_us = any(not is_for_text_encoder(weight_key(name)) for name in hook.weights or {})
         if not mapping.matched and meant_for_us and not self.is_clip:
             raise HooklineError(f"{mapping.summary(hook_name(hook))}: it is not made for {type(self.model).__name__}")
@@ -187,7 +191,7 @@ class HookModelPatcher(host.ModelPatcher):
         if side_set is not None:
             side_set.to(self.load_device)
             plan = RowPlan.of([Entry(side_set, tuple(strength for _, strength in active))])
-            with state.layers.hooked(self.model, side_set.by_layer), state.layers.calling(plan):
+            with state.layers.hooked(self.model, side_set.by_layer, self._is_compiled()), state.layers.calling(plan):
                 out = encode()
             if not plan.missed():
                 return out
@@ -236,7 +240,7 @@ class HookModelPatcher(host.ModelPatcher):
     def running(self, conds: dict[str, list[dict[str, Any]]]) -> Iterator[None]:
         """A run with this conditioning: the layers that side paths act on are hooked meanwhile."""
         state = self.state
-        self.isolated = False
+        self.isolated = self.marks_lost = False
         state.begin_run()
         groups = {id(c["hooks"]): c["hooks"] for side in conds.values() for c in side if c.get("hooks") is not None}
         known = [[self.known(hook) for hook in weight_hooks(group)] for group in groups.values()]
@@ -245,13 +249,15 @@ class HookModelPatcher(host.ModelPatcher):
         plans = [self.plan([(k, 1.0) for k in group if k.mapping.patches]) for group in known]
         self._load_with_model([plan.side_set for plan in plans if plan.side_set is not None])
         paths = {weight_key(key).rpartition(".")[0] for group in known for k in group for key in k.mapping.patches}
-        with state.layers.hooked(self.model, set() if self.path == "merged" or self._is_compiled() else paths):
+        with state.layers.hooked(self.model, set() if self.path == "merged" else paths, self._is_compiled()):
             yield
 
     def _load_with_model(self, sets: list[nn.Module]) -> None:
         """Have the host load these sets together with the model."""
         state = self.state
         if not sets:
+            # A bank that an earlier run has left here may not be what the host can copy to several GPUs.
+            self.remove_additional_models(KEY)
             return
         if state.bank_patcher is None:
             state.bank_patcher = host.ModelPatcher(state.bank, self.load_device, self.offload_device)
@@ -275,8 +281,10 @@ class HookModelPatcher(host.ModelPatcher):
             return Plan(None, "asked for")
         if not active:
             return Plan(None, "nothing to do")
-        if self._is_compiled():
-            return self._must_merge("the model is compiled, and torch ignores hooks on layers then")
+        if self.get_additional_models_with_key("multigpu"):
+            return self._must_merge("the model runs on several GPUs")
+        if self.marks_lost:
+            return self._must_merge("a wrapper around the model does not pass on which row uses which set")
         state = self.state
         patches = [_by_weight([(known, 1.0)]) for known, _ in active]
         missed = sorted({key.rpartition(".")[0] for keyed in patches for key in keyed} & state.unreachable)
@@ -302,7 +310,7 @@ class HookModelPatcher(host.ModelPatcher):
 
     def _is_compiled(self) -> bool:
         wrapped = "torch.compile" in self.wrappers.get(WrappersMP.APPLY_MODEL, {})
-        return wrapped or any(hasattr(module, "_orig_mod") for module in self.model.modules())
+        return wrapped or is_compiled(self.model, self.object_patches)
 
     def _must_merge(self, reason: str) -> Plan:
         if self.path == "side_path" or self.is_dynamic():
@@ -355,6 +363,13 @@ class HookModelPatcher(host.ModelPatcher):
         self.state.plans = {}
         self.state.report.groups = {}
         self.state.report.note(f"not reached by the side path: {', '.join(sorted(paths))}")
+
+    def give_up_marks(self) -> None:
+        """Rows come without the numbers of their sets; all sets are merged for the rest of this run."""
+        self.marks_lost = True
+        self.state.plans = {}
+        self.state.report.groups = {}
+        self.state.report.note("merged: a wrapper around the model does not pass on which row uses which set")
 
     # ---- what the host's own hook path would do
 

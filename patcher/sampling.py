@@ -29,6 +29,10 @@ class LayersMissed(Exception):
         self.paths = paths
 
 
+class MarksLost(Exception):
+    """Something around the model does not pass on which row uses which set."""
+
+
 def outer_sample(executor: Callable, *args: Any, **kwargs: Any) -> Any:
     """Around a whole run (OUTER_SAMPLE): plan it, report it, leave the model as it was whatever happens."""
     patcher = executor.class_obj.model_patcher
@@ -47,13 +51,16 @@ def calc_cond_batch(
 ) -> Any:
     """Around the model calls of one step (CALC_COND_BATCH): weight hooks of the side path come off the conditioning.
 
-    What stays on it instead is a number per row, so conditioning with different LoRAs can share a batch. Two things
-    may turn out only now; either way the step is computed again: rows that can't be told apart, and layers that the
-    model never calls.
+    What stays on it instead is a number per row, so conditioning with different LoRAs can share a batch. Some things
+    may turn out only now, and the step is computed again: rows that can't be told apart, numbers that do not arrive,
+    and layers that the model never calls.
     """
     patcher = model.current_patcher
     patcher.note_position(timestep, model_options)
     if "multigpu_clones" in model_options:
+        # Merged, each on the copy of the model that computes it.
+        for copy in model_options["multigpu_clones"].values():
+            copy.note_position(timestep, model_options)
         return executor(model, conds, x, timestep, model_options)
     if "model_function_wrapper" in model_options:
         patcher.isolate("a model function wrapper may change the batch")
@@ -66,6 +73,10 @@ def calc_cond_batch(
             patcher.isolate(str(reason))
         except LayersMissed as missed:
             patcher.give_up_layers(missed.paths)
+        except MarksLost:
+            patcher.give_up_marks()
+        finally:
+            patcher.state.marked = False
 
 
 def _marked(patcher: Any, conds: list[list[dict] | None]) -> list[list[dict] | None]:
@@ -75,6 +86,7 @@ def _marked(patcher: Any, conds: list[list[dict] | None]) -> list[list[dict] | N
     def mark(cond: dict[str, Any]) -> dict[str, Any]:
         hooks = cond.get("hooks")
         number, takes_hooks = patcher.entry(hooks)
+        patcher.state.marked |= number != 0
         rows = Rows(torch.tensor([number]), batched=not patcher.isolated)
         cond = {**cond, "model_conds": {**cond["model_conds"], ROWS: rows}}
         if takes_hooks:
@@ -95,16 +107,27 @@ def apply_model(executor: Callable, *args: Any, **kwargs: Any) -> Any:
     rows = kwargs.pop(ROWS, None)
     options = kwargs["transformer_options"] if "transformer_options" in kwargs else args[5]
     state = ModelState.of(executor.class_obj)
+    if rows is None and state.marked:
+        raise MarksLost
     plan = None if rows is None else RowPlan.of([state.entries[number] for number in rows.tolist()])
     if plan is not None and not plan.segments:
         plan = None
-    if plan is not None and not plan.uniform and plan.rows != args[0].shape[0]:
-        raise RowsDiffer(f"{args[0].shape[0]} rows in a batch marked for {plan.rows}")
+    if plan is not None and not plan.uniform:
+        if plan.rows != args[0].shape[0]:
+            raise RowsDiffer(f"{args[0].shape[0]} rows in a batch marked for {plan.rows}")
+        if hasattr(rows, "hookline_used"):
+            raise RowsDiffer("the model is called more than once for a batch")
+        rows.hookline_used = True
     state.report.forward(float(args[1][0]))
-    # Taken out: a compiled model would compile again for options of another length.
+    # Taken out meanwhile: a compiled model would compile again for options of another length.
     merged = options.pop(MERGED_SET, None)
-    with state.layers.calling(plan), state.journal.swapped_in(merged):
-        out = executor(*args, **kwargs)
+    try:
+        with state.layers.calling(plan), state.journal.swapped_in(merged):
+            out = executor(*args, **kwargs)
+    finally:
+        if merged is not None:
+            # A tiling wrapper calls again with the same options.
+            options[MERGED_SET] = merged
     if plan is not None and plan.missed():
         logging.debug("Hookline: not called: %s", plan.missed())
         raise LayersMissed(plan.missed())

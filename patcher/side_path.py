@@ -7,7 +7,7 @@ rows of the batch use which set, and how strongly. Forward hooks on the layers a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .. import host
 from .adapters import additive
+from .compiled import Site, change_inputs, overridden
 from .factors import convolution_of
 from .forms import Additive, NotAdditive, OnTop, Rotation, scaled
 from .layer_part import LayerPart
@@ -170,6 +171,8 @@ class RowPlan:
     segments: list[tuple[int, int, Entry]]
     scales_inputs: bool = False
     reached: set[str] = field(default_factory=set)
+    asked: set[str] = field(default_factory=set)
+    """Layers about to be called: what scales inputs can act there."""
 
     @classmethod
     def of(cls, entries: list[Entry]) -> RowPlan:
@@ -214,26 +217,30 @@ class Layers:
         self.plan: RowPlan | None = None
         self._inputs: dict[str, Tensor] = {}
         """Original inputs of layers that are being called with changed ones."""
+        self._overridden: list[Site] = []
+        """In a run of a compiled model: its layers that sets act on."""
 
     @contextmanager
-    def hooked(self, model: nn.Module, paths: Iterable[str]) -> Iterator[None]:
-        """Forward hooks on these layers."""
-        handles = []
-        try:
-            for path in sorted(paths):
-                module = model.get_submodule(path)
-                handles.append(module.register_forward_pre_hook(self._before(path)))
-                handles.append(module.register_forward_hook(self._hook(path)))
-            with host.layers_called():
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    def hooked(self, model: nn.Module, paths: Iterable[str], compiled: bool = False) -> Iterator[None]:
+        """Forward hooks on these layers; in a `compiled` model what stands in for them."""
+        sites = [Site(model.get_submodule(path), self._before(path), self._hook(path)) for path in sorted(paths)]
+        with ExitStack() as stack:
+            if compiled and sites:
+                stack.enter_context(overridden(model, sites))
+                stack.callback(setattr, self, "_overridden", self._overridden)
+                self._overridden = sites
+            for site in () if compiled else sites:
+                stack.callback(site.module.register_forward_pre_hook(site.before).remove)
+                stack.callback(site.module.register_forward_hook(site.after).remove)
+            stack.enter_context(host.layers_called())
+            yield
 
     @contextmanager
     def calling(self, plan: RowPlan | None) -> Iterator[None]:
         """The plan holds for the model call inside."""
         outer, self.plan = self.plan, plan
+        if plan is not None and plan.scales_inputs:
+            change_inputs(self._overridden)
         try:
             yield
         finally:
@@ -245,6 +252,7 @@ class Layers:
             plan = self.plan
             if plan is None or not plan.scales_inputs:
                 return None
+            plan.asked.add(path)
             x = arguments[0]
             parts = [(rows, part, e.strengths) for rows, part, e in plan.parts(path, x.shape[0]) if part.scales_input]
             if not parts:
@@ -262,6 +270,11 @@ class Layers:
             plan = self.plan
             if plan is None:
                 return None
+            if plan.scales_inputs and path not in plan.asked:
+                # Compiled without asking, and torch was told not to look again.
+                return None
+            if path in plan.reached and not plan.uniform:
+                raise RowsDiffer(f"{path} is called more than once in a model call")
             plan.reached.add(path)
             x = self._inputs.pop(path, arguments[0])
             for rows, part, entry in plan.parts(path, out.shape[0]):

@@ -26,6 +26,8 @@ class ModelState:
         self.report = RunReport()
         self.layers = Layers()
         self.unreachable: set[str] = set()
+        self.marked = False
+        """Whether rows of the step that is running carry numbers of entries, which must arrive."""
         self.bank = Bank()
         self.bank_patcher: host.ModelPatcher | None = None
         self.begin_run()

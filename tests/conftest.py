@@ -95,6 +95,7 @@ class Lab:
         cfg: float = 2.0,
         seed: int = 1,
         size: tuple[int, int] = (8, 8),
+        batch: int = 1,
         scheduler: str = "simple",
         latent: Tensor | None = None,
         start_step: int | None = None,
@@ -102,8 +103,8 @@ class Lab:
         callback: Callable | None = None,
         sampler: str = "euler",
     ) -> Tensor:
-        """-> latent [1, 16, h, w]."""
-        empty = torch.zeros(1, 16, *size)
+        """-> latent [batch, 16, h, w]."""
+        empty = torch.zeros(batch, 16, *size)
         first = latent is None
         noise = torch.randn(empty.shape, generator=torch.manual_seed(seed)) if first else torch.zeros_like(empty)
         options = {"start_step": start_step, "last_step": last_step, "callback": callback, "seed": seed}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import random
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from hookline import host
@@ -116,18 +117,38 @@ def test_c43_one_lora_at_several_strengths_in_one_forward(lab: Any) -> None:
     assert_close(out, lab.sample(merged(lab.model()), positive, lab.cond(50)))
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_r48_r49_r97_random_rows_equal_one_by_one(lab: Any, seed: int) -> None:
-    """1 to 5 conds with any of three sets or none, in any order, against a run that keeps every set to itself."""
-    chosen = random.Random(seed)
-    groups = [made_up(lab, 1), made_up(lab, 2), combine(made_up(lab, 1), made_up(lab, 3)), None]
-    positive = [c for i in range(chosen.randint(1, 5)) for c in lab.cond(i, hooks=chosen.choice(groups))]
-    negative = [c for i in range(chosen.randint(1, 5)) for c in lab.cond(50 + i, hooks=chosen.choice(groups))]
-    model = lab.model()
-    together = side(model)
-    out = lab.sample(together, positive, negative, size=(8, 8))
-    assert together.state.report.forwards == 3
-    assert_close(out, lab.sample(merged(model), positive, negative, size=(8, 8)))
+ROWS = st.lists(
+    st.tuples(st.sampled_from([(), (1,), (2,), (1, 3)]), st.sampled_from([1.0, 0.4, -0.7])), min_size=1, max_size=5
+)
+
+
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(positive=ROWS, negative=ROWS, batch=st.integers(1, 5))
+def test_r48_r49_r97_random_rows_equal_one_by_one(lab: Any, positive: list, negative: list, batch: int) -> None:
+    """1 to 5 conds on each half with one of three sets or none, each from a node of its own, in any order.
+
+    Against runs of one cond each, merged. A step is affine in what the model gives, so that of all is their mean.
+    """
+
+    def cond(seed: int, row: tuple) -> list:
+        loras, strength = row
+        group = combine(*(made_up(lab, lora) for lora in loras)) if loras else None
+        for hook in group.hooks if group else []:
+            hook._strength_model = strength
+        return lab.cond(seed, hooks=group)
+
+    model, cfg = lab.model(), 2.0
+    sides = [[cond(first + i, row) for i, row in enumerate(rows)] for first, rows in ((0, positive), (50, negative))]
+    hooked = side(model)
+    out = lab.sample(hooked, *([c for one in conds for c in one] for conds in sides), steps=1, cfg=cfg, batch=batch)
+    assert hooked.state.report.forwards == 1
+    assert len(hooked.state.entries) == 1 + len({row for row in [*positive, *negative] if row[0]})
+    alone = merged(model)
+    means = [
+        torch.stack([lab.sample(alone, one, lab.cond(99), steps=1, cfg=1.0, batch=batch) for one in conds]).mean(0)
+        for conds in sides
+    ]
+    assert_close(out, cfg * means[0] + (1 - cfg) * means[1])
 
 
 def test_r37_equal_content_from_separate_nodes_shares_set_and_forward(lab: Any) -> None:
