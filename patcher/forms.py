@@ -103,11 +103,12 @@ MULTIPLIERS = (OutputGain, InputGain, Rotation)
 class OnTop:
     """A patch whose form depends on the weight as the patches before it leave it, at their strengths.
 
-    `forms(strengths)` gives it; `owners` are the LoRAs before it.
+    `forms(strengths)` gives it, an `InputGain` among them or not (`scales_input`); `owners` are the LoRAs before it.
     """
 
     forms: Callable[[tuple[float, ...]], list[Additive]]
     owners: tuple[int, ...]
+    scales_input: bool
 
 
 def scaled(form: Additive, factor: float) -> Additive:

@@ -72,6 +72,7 @@ class LateStage(nn.Module):
     def __init__(self, owner: int, part: OnTop, dtype: torch.dtype) -> None:
         super().__init__()
         self.owner, self.part, self.dtype = owner, part, dtype
+        self.scales_input = part.scales_input
         self.strengths: tuple[float, ...] | None = None
         self.stage: Stage | None = None
 
@@ -105,8 +106,8 @@ class LayerPart(nn.Module):
 
     @property
     def scales_input(self) -> bool:
-        """Whether the layer is, or may have to be, given another input."""
-        return any(isinstance(stage, LateStage) or stage.scales_input for stage in self.stages)
+        """Whether the layer is to be given another input."""
+        return any(stage.scales_input for stage in self.stages)
 
     def inputs(self, module: nn.Module, x: Tensor, strengths: tuple[float, ...]) -> list[tuple[Stage | None, Tensor]]:
         """What to give to each stage for the input `x` [rows, ..., in]; first, under None, to the layer itself."""

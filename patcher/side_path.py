@@ -18,7 +18,7 @@ from .. import host
 from .adapters import additive
 from .compiled import Site, change_inputs, overridden
 from .factors import convolution_of
-from .forms import Additive, NotAdditive, OnTop, Rotation, scaled
+from .forms import Additive, InputGain, NotAdditive, OnTop, Rotation, scaled
 from .layer_part import LayerPart
 from .storage import float_weight, gguf_type
 
@@ -130,8 +130,9 @@ def _forms(
         earlier = [(f * strengths[owner], p, 1.0, place, rows) for owner, f, p, place, rows in before]
         return forms(lambda: host.calculate_weight(earlier, base(module, key), key))
 
-    on_top((1.0,) * (1 + max(owner for owner, *_ in before)))
-    return [OnTop(on_top, tuple(owner for owner, *_ in before))]
+    owners = tuple(owner for owner, *_ in before)
+    tried = on_top((1.0,) * (1 + max(owners)))
+    return [OnTop(on_top, owners, any(isinstance(form, InputGain) for form in tried))]
 
 
 def _check_layer(module: nn.Module, key: str) -> None:
