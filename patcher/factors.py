@@ -31,8 +31,8 @@ class Piece(nn.Module):
         self.owners = tuple((owner, part.scale) for owner, part in parts)
         self.ranks = tuple(part.up.shape[1] for _, part in parts)
         self._columns: tuple[Any, Tensor] | None = None
-        self.register_buffer("down", _narrow(torch.cat([part.down for _, part in parts]), dtype))
-        self.register_buffer("up", _narrow(torch.cat([part.up for _, part in parts], dim=1), dtype))
+        self.register_buffer("down", _narrow(_joined([part.down for _, part in parts], 0, dtype), dtype))
+        self.register_buffer("up", _narrow(_joined([part.up for _, part in parts], 1, dtype), dtype))
 
     def scale(self, strengths: tuple[float, ...], like: Tensor) -> float | Tensor:
         """Strength times alpha over rank: one number if it is the same for all LoRAs, else one per rank column [r]."""
@@ -65,6 +65,14 @@ class Piece(nn.Module):
 def _narrow(factor: Tensor, dtype: torch.dtype) -> Tensor:
     """Factors in the compute dtype, but never in a wider one than the file's: casting them at use is cheap."""
     return factor.to(dtype) if factor.element_size() >= dtype.itemsize else factor
+
+
+def _joined(factors: list[Tensor], dim: int, dtype: torch.dtype) -> Tensor:
+    """Factors of several files as one; where their dtypes differ, in the compute dtype (FP8 has none in common)."""
+    like = factors[0]
+    kept = like.dtype if all(factor.dtype == like.dtype for factor in factors) else dtype
+    # Those that depend on the layer's weight come from where that is.
+    return torch.cat([factor.to(like.device, kept) for factor in factors], dim=dim)
 
 
 class Product(nn.Module):

@@ -189,6 +189,21 @@ def test_factors_keep_the_files_precision_where_it_is_lower() -> None:
     assert {buffer.dtype for buffer in side_set.buffers()} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("other", [torch.float32, torch.bfloat16, torch.float8_e5m2])
+def test_files_of_different_dtypes_on_one_layer(other: torch.dtype) -> None:
+    """torch has no common dtype for FP8 and any other. Factors are the files' own, summed in float32: 1e-5."""
+    model = nn.ModuleDict({"layer": nn.Linear(8, 6)}).requires_grad_(False)
+    loras = lora(1, 6, 8), lora(2, 6, 8)
+    for patch, dtype in zip(loras, (torch.float8_e4m3fn, other)):
+        patch.weights = (*(factor.to(dtype) for factor in patch.weights[:2]), *patch.weights[2:])
+    entry = Entry(build(model, [patches(layer__weight=patch) for patch in loras], torch.float32), (0.5, -0.7))
+    x, layers = rnd(2, 8), Layers()
+    expected = model["layer"](x).double() + x.double() @ (0.5 * delta(loras[0]) - 0.7 * delta(loras[1])).T
+    with layers.hooked(model, ["layer"]), layers.calling(RowPlan.of([entry] * 2)):
+        out = model["layer"](x)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_a_layer_that_answers_in_another_dtype() -> None:
     class Wide(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
