@@ -76,10 +76,11 @@ class LateStage(nn.Module):
         self.strengths: tuple[float, ...] | None = None
         self.stage: Stage | None = None
 
-    def at(self, strengths: tuple[float, ...]) -> Stage:
+    def at(self, strengths: tuple[float, ...], device: torch.device) -> Stage:
         wanted = tuple(strengths[owner] for owner in self.part.owners)
         if self.strengths != wanted:
-            self.stage = Stage([(self.owner, form) for form in self.part.forms(strengths)], self.dtype)
+            # The file's factors wait elsewhere, and so may the weight.
+            self.stage = Stage([(self.owner, form) for form in self.part.forms(strengths)], self.dtype).to(device)
             self.strengths = wanted
         return self.stage
 
@@ -113,7 +114,7 @@ class LayerPart(nn.Module):
         """What to give to each stage for the input `x` [rows, ..., in]; first, under None, to the layer itself."""
         found: list[tuple[Stage | None, Tensor]] = []
         for late in reversed(self.stages):
-            stage = late.at(strengths) if isinstance(late, LateStage) else late
+            stage = late.at(strengths, x.device) if isinstance(late, LateStage) else late
             found.insert(0, (stage, x))
             x = stage.input_before(module, x, strengths)
         return [(None, x), *found]

@@ -204,6 +204,31 @@ def test_files_of_different_dtypes_on_one_layer(other: torch.dtype) -> None:
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+def with_magnitude(patch: LoRAAdapter, out: int) -> LoRAAdapter:
+    """The LoRA as a DoRA per output."""
+    patch.weights = (*patch.weights[:4], rnd(out, 1).abs() + 0.5, None)
+    return patch
+
+
+def test_factors_made_of_a_weight_elsewhere_join_the_files() -> None:
+    """A loaded model's weights are on the GPU, the file's factors are not; here the weight is on no device at all."""
+    model = nn.ModuleDict({"layer": nn.Linear(8, 6)}).requires_grad_(False)
+    keyed = [patches(layer__weight=patch) for patch in (with_magnitude(lora(1, 6, 8), 6), lora(2, 6, 8))]
+    built = build(model, keyed, torch.float32, lambda module, key: module.weight.to("meta"))
+    assert [piece.ranks for stage in built.parts[0].stages for piece in stage.pieces] == [(3, 3)]
+
+
+def test_a_stage_made_during_a_run_is_where_the_layers_input_is() -> None:
+    """Else its factors would be copied there at every call. The layer is on no device, its weight in RAM."""
+    model = nn.ModuleDict({"layer": nn.Linear(8, 6, device="meta")}).requires_grad_(False)
+    keyed = [patches(layer__weight=patch) for patch in (lora(1, 6, 8), with_magnitude(lora(2, 6, 8), 6))]
+    built = build(model, keyed, torch.float32, lambda module, key: rnd(6, 8))
+    layers = Layers()
+    with layers.hooked(model, ["layer"]), layers.calling(RowPlan.of([Entry(built.to("meta"), (0.5, 0.5))])):
+        model["layer"](torch.zeros(1, 8, device="meta"))
+    assert {buffer.device.type for buffer in built.buffers()} == {"meta"}
+
+
 def test_a_layer_that_answers_in_another_dtype() -> None:
     class Wide(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
