@@ -66,23 +66,28 @@ class Stage(nn.Module):
             part_of(out, channel, self.turning.out_slice).add_(added.movedim(-1, channel))
 
 
+STAGES_KEPT = 8
+"""Rows of one batch, or of batches by turns, may have as many different strengths before stages are made anew."""
+
+
 class LateStage(nn.Module):
-    """The stage of an `OnTop` patch: made when the strengths of the LoRAs before it are known, kept while they stay."""
+    """The stage of an `OnTop` patch: made when the strengths of the LoRAs before it are known, kept for the next."""
 
     def __init__(self, owner: int, part: OnTop, dtype: torch.dtype) -> None:
         super().__init__()
         self.owner, self.part, self.dtype = owner, part, dtype
         self.scales_input = part.scales_input
-        self.strengths: tuple[float, ...] | None = None
-        self.stage: Stage | None = None
+        self.strengths: list[tuple[float, ...]] = []
+        self.stages = nn.ModuleList()
 
     def at(self, strengths: tuple[float, ...], device: torch.device) -> Stage:
         wanted = tuple(strengths[owner] for owner in self.part.owners)
-        if self.strengths != wanted:
+        if wanted not in self.strengths:
             # The file's factors wait elsewhere, and so may the weight.
-            self.stage = Stage([(self.owner, form) for form in self.part.forms(strengths)], self.dtype).to(device)
-            self.strengths = wanted
-        return self.stage
+            made = Stage([(self.owner, form) for form in self.part.forms(strengths)], self.dtype).to(device)
+            self.strengths = [wanted, *self.strengths][:STAGES_KEPT]
+            self.stages = nn.ModuleList([made, *self.stages][:STAGES_KEPT])
+        return self.stages[self.strengths.index(wanted)]
 
 
 class LayerPart(nn.Module):

@@ -229,6 +229,32 @@ def test_a_stage_made_during_a_run_is_where_the_layers_input_is() -> None:
     assert {buffer.device.type for buffer in built.buffers()} == {"meta"}
 
 
+def test_a_stage_on_top_is_made_once_for_each_strength_in_a_batch() -> None:
+    """What it takes is a merge of the layer: once, not at each call; and each row has its own."""
+    model = nn.ModuleDict({"layer": nn.Linear(8, 6)}).requires_grad_(False)
+    first, dora = lora(1, 6, 8), with_magnitude(lora(2, 6, 8), 6)
+    weight, asked = model["layer"].weight, []
+
+    def base(module: nn.Module, key: str) -> Tensor:
+        asked.append(key)
+        return weight.clone()
+
+    built = build(model, [patches(layer__weight=first), patches(layer__weight=dora)], torch.float32, base)
+    strengths, layers, x = [(0.5, 0.7), (-0.3, 1.2)], Layers(), rnd(2, 8)
+    plan = [Entry(built, each) for each in strengths]
+    asked.clear()
+    for _ in range(3):
+        with layers.hooked(model, ["layer"]), layers.calling(RowPlan.of(plan)):
+            out = model["layer"](x)
+    assert len(asked) == 2
+    for row, (before, strength) in enumerate(strengths):
+        left = weight.double() + before * delta(first)
+        gain = dora.weights[4].double() / left.norm(dim=1, keepdim=True)
+        changed = left + strength * (gain * (left + delta(dora)) - left)
+        expected = x[row].double() @ changed.T + model["layer"].bias.double()
+        torch.testing.assert_close(out[row].double(), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_a_layer_that_answers_in_another_dtype() -> None:
     class Wide(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
